@@ -209,7 +209,8 @@ def measure(*command: str) -> Report:
             )
         printed = json.load(stdout)
     # `usage` includes only children that have ended. The sampled times also include
-    # daemons that are still running.
+    # daemons that are still running, but miss the time after the last sample of each
+    # process. The larger sum is nearer to the true time.
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = max(usage.ru_utime + usage.ru_stime, sum(cpu_of_process.values()))
     return {"wall": wall, "cpu": cpu, "peak_pss": peak, "stdout": printed}

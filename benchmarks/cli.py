@@ -47,7 +47,8 @@ def _finish(
     name: str = "",
 ) -> None:
     """Print a report as `lines`, or as one JSON object with --json. If `folder` is
-    given, also write both forms to files in `folder`, named after the date and `name`.
+    given, also write the report to two files in `folder`, one with the lines and one
+    with the JSON object. The names of the files consist of the date and `name`.
     """
     if folder is not None:
         from edje_index.evaluation.report import write_report
@@ -65,8 +66,8 @@ def bench() -> None:
     """Run a benchmark: fetching, codecs, building, scoring, serving, whole systems, or
     the tables of the paper.
 
-    Results are medians over several runs. Ratios vary less between machines than
-    seconds.
+    Results are medians over several runs. From machine to machine, ratios vary less
+    than durations.
     """
 
 
@@ -131,8 +132,8 @@ def fetch_command(index: Path, report: Path | None, **options: Any) -> None:
             other stored precisions, only the large fetch of this package is
             measured.  [default: all stored precisions]
         --pool: Number of blocks per large fetch, limited to half the rows of the index.
-        --quick: Take at most three minutes: fewer runs of the first GiB, and other
-            libraries at one precision only.
+        --quick: Take at most three minutes: fewer runs, only the first GiB of the
+            index, and other libraries at one precision only.
         --paper: Repeat only the test of the EDJE paper: 50,000 of 100,000 blocks,
             contiguous and random.
         --repeats: Number of runs of each measurement.
@@ -140,7 +141,7 @@ def fetch_command(index: Path, report: Path | None, **options: Any) -> None:
     from benchmarks.fetch.bench import bench_fetch
     from benchmarks.fetch.report import draw, report_lines
 
-    # SIGTERM raises KeyboardInterrupt, so that temporary files are removed.
+    # SIGTERM raises KeyboardInterrupt, which also ends the process of the current run.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         result = bench_fetch(index, note, **options)
@@ -184,9 +185,10 @@ def build_command(photos: Path, model: Path, images: int, device: str) -> None:
     images. Linux only.
 
     Both engines are measured, with two threads: on a CPU in float32, on a GPU in
-    bfloat16. The cost is processor time and memory. A second line shows the seconds
-    per stage, and the images per second of the model alone. In a build, "read" and
-    "decode" run beside the model, and "wait" is the time that the model waits for them.
+    bfloat16. The cost is processor time and memory. For the loop and for each engine, a
+    second line shows the seconds per stage, and the images per second of the model
+    alone. In a build, "read" and "decode" run beside the model, and "wait" is the time
+    that the model waits for them.
 
     \b
     Example:
@@ -332,8 +334,8 @@ def paper_command(
     """Repeat the tables and figures of the EDJE paper, and compare the results with the
     published values.
 
-    Without EXPERIMENT, the command lists the experiments; with --model, it runs those
-    that need no training. 'all' runs every experiment.
+    Without EXPERIMENT, the command lists the experiments or, if --model is given, runs
+    those that need no training. 'all' runs every experiment.
     To continue after an interruption, run the same command again: finished models and
     indexes in --out are used again.
 

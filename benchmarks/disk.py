@@ -17,12 +17,12 @@ import numpy as np
 import psutil
 
 COLD = 0.01
-"""A run is cold if at most this fraction of the subject's pages is in the page
-cache.
+"""A run is cold if at most this fraction of the pages of its files is in the page cache
+when it starts.
 """
 WARM = 0.99
-"""A run is warm if at least this fraction of the subject's pages is in the page
-cache.
+"""A run is warm if at least this fraction of the pages of its files is in the page
+cache when it starts.
 """
 _ATTEMPTS = 3
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
@@ -55,7 +55,8 @@ def evict(files: Iterable[Path]) -> float:
         if attempt and os.access(_DROP_CACHES, os.W_OK):
             os.sync()
             _DROP_CACHES.write_text("1")
-        # Pages that are being written to the disk cannot be dropped. Wait for the end.
+        # Pages that are being written to the disk cannot be dropped. Wait until the
+        # disk has written them.
         time.sleep(0.2)
     return left
 

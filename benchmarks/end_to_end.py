@@ -6,7 +6,7 @@ subtracted from the image tokens and from the word vectors, and all vectors are 
 to unit length. The exact score of an image is the MaxSim between the tokens of the
 image and the content words of the caption.
 
-Each step of a system runs in a process of its own.
+For each system and pool, a process of its own runs all searches.
 """
 
 from __future__ import annotations
@@ -261,12 +261,12 @@ class VectorQuery(NamedTuple):
 
 @dataclass(frozen=True)
 class Collection:
-    """The vectors of n images, in an index with all measured precisions. The row id of
-    an image is its position.
+    """The vectors of n images, in a new index with all measured precisions. In this
+    index, the row id of an image is its position in the collection.
 
     Attributes:
-        row_ids: row id of each image in the index that the vectors come from, int64
-            [n].
+        row_ids: row id of each image in the original index, which the vectors were read
+            from, int64 [n].
     """
 
     index: Path
@@ -307,10 +307,11 @@ def write_collection(
     """Write the vectors of every image in `index`, and of `queries`, which are pairs of
     a caption and a row id.
 
-    Queries without a content word are left out.
+    Queries without a content word, and queries whose image has no embedding, are left
+    out.
 
     Raises:
-        UsageError: no query has a content word.
+        UsageError: no query is left.
     """
     row_ids = live_rows(index.committed)
     embeddings = read_embeddings(index.committed, row_ids)

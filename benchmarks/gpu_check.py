@@ -3,10 +3,11 @@ the rates come to the limits of the device.
 
     python -m benchmarks.gpu_check PHOTOS --report DIRECTORY
 
-Models have the sizes of the EDJE paper and random weights, so no model is read. Each
-line is printed and saved at once. If a part fails, the next part still runs. A part is
-skipped if too little time is left for it. Without a GPU, everything runs on the CPU,
-and the report says so. `--tiny` uses small models, which are fast enough for a CPU.
+Models have the sizes of the EDJE paper and random weights, so no model files are
+needed. Each line is printed and saved as soon as it is measured. If a part fails, the
+next part still runs. A part is skipped if too little time is left for it. Without a
+GPU, everything runs on the CPU, and the report says so. `--tiny` uses small models,
+which are fast enough for a CPU.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ _SHAPE = (64, 384)
 _STORED = ("bf16", "fp8", "nvfp4")
 _WORDS = 16000
 _EXTENSIONS = {".jpg", ".jpeg", ".png"}
-# sizes of the vision towers of the EDJE paper, and the number of images to build from
+# For each vision tower of the EDJE paper, the sizes of a model with this tower, and the
+# number of images in the index that is built with the model.
 _TOWERS = {
     "ViT-L/16 at 384": (
         UntrainedSizes(384, 16, 1024, 24, adapter_hidden=8192, language_layers=12),
@@ -90,8 +92,9 @@ class Line(NamedTuple):
     Attributes:
         value: a rate per second, a difference, or a text.
         unit: what the rate counts per second; empty if `value` is not a rate.
-        of_limit: `value` divided by the rate that the device or a bare loop reaches;
-            None if there is no such rate.
+        of_limit: share of the limit that the rate reaches. The limit is the highest
+            rate that the device allows, or the rate of a bare loop. None if there is no
+            limit.
         is_right: False if a result differs from the expected result, for example from
             that of the CPU.
     """
@@ -214,7 +217,9 @@ class GpuCheck:
         yield Line("limits", "copy from pinned memory", self._bus / 1e9, "GB")
 
     def decode(self) -> Iterator[Line]:
-        """Decoding of stored records. The bits must be those of the codecs."""
+        """Decoding of stored records. The results must have the same bits as those that
+        the codecs decode on the CPU.
+        """
         count = 64 if self._tiny else 4096
         rng = np.random.default_rng(0)
         blocks = rng.standard_normal((64, *_SHAPE), dtype=np.float32).astype(BF16)
@@ -433,7 +438,10 @@ class GpuCheck:
         return model
 
     def _bare_rate(self, model: Path, batch: int, side: int) -> float:
-        """Images per second of the best loop with one batch in the device's memory."""
+        """Return the images per second of a loop that only runs the model, on one batch
+        in the memory of the device. On a GPU, this is the higher of two rates: without
+        and with compiled layers.
+        """
         bundle = ModelBundle.load(model, device=str(self.device), verify=False)
         vision = bundle.vision.to(self.dtype)
         adapter = bundle.adapter.to(self.dtype)
@@ -478,7 +486,9 @@ class GpuCheck:
         return shard * (len(ends) - at_once) / (ends[-1] - first)
 
     def train(self) -> Iterator[Line]:
-        """Losses of the first steps on both devices, and in chunks."""
+        """Compare the losses of the first training steps on the CPU with those on the
+        device, in one chunk and in several chunks per batch.
+        """
         model = self._scratch / "start"
         create_untrained_bundle(model, sizes=TINY)
         losses = []
@@ -586,8 +596,9 @@ def _rgb(path: Path) -> Any:
 
 def _pair_flops(layers: int, caption: str) -> float:
     """Return the number of floating-point operations that the joint encoder needs for
-    one pair. The last layer computes the keys and values of all tokens, but only one
-    query, because only the first token is used afterwards.
+    one pair. The last layer computes the keys and values of all tokens, but the query
+    of the first token only, because the score depends only on the output for this
+    token.
     """
     # A pair has one token per word, [CLS], two [SEP], and the tokens of the image.
     tokens = len(caption.split()) + 3 + _SHAPE[0]

@@ -24,8 +24,8 @@ from storage_formats.format.manifest import Manifest
 from storage_formats.threads import usable_cpus
 
 CAPTION = "a brown dog runs over wet sand towards a red ball near the sea"
-"""Caption of 13 common words, one token each. With [CLS], two [SEP] and the 64 tokens
-of an image, a pair has 80 tokens.
+"""Caption of 14 common words, one token each. With [CLS], two [SEP] and the 64 tokens
+of an image, a pair has 81 tokens.
 """
 # numbers of pairs per forward pass
 _BATCHES = (1, 32, 64, 128)

@@ -15,7 +15,7 @@ _BATCH = 128
 
 def make_synthetic(out: Path, spec: IndexSpec) -> None:
     """Write a finished index of random tokens to the missing or empty directory `out`.
-    Equal `spec` give equal tokens.
+    Equal values of `spec` give equal tokens.
 
     The index cannot be searched, because it has no model and no nearest-neighbour
     index.

@@ -1,7 +1,7 @@
 """The application: sources of images, execution engines, jobs, and the command line.
 
-Each job is a function that takes keyword arguments. `edje_index` exports all names in
-`__all__`, too, so that users need not import `pipelines`.
+Each job is a function whose options are keyword arguments. `edje_index` exports all
+names in `__all__`, too, so that users need not import `pipelines`.
 """
 
 from __future__ import annotations

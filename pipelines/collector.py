@@ -43,5 +43,7 @@ def own_process() -> None:
     """
     global _owns_process
     _owns_process = True
-    # When the process ends, the operating system takes back all its memory anyway.
+    # Python collects garbage once more when the process ends. Frozen objects are left
+    # out, so this collection takes no time. The operating system takes back the memory
+    # of the process anyway.
     atexit.register(gc.freeze)

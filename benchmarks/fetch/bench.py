@@ -1,9 +1,11 @@
 """Measures how fast blocks of a local index are fetched, beside other libraries and the
 disk itself.
 
-Every run is a process of its own, which measures one subject once, first with a cold
-page cache and then with a warm one. The subjects of a workload take turns, so that a
-change of the disk's speed affects all of them. Ratios compare runs of the same turn.
+A subject is this project's reader, another library (a peer) or the disk itself. Every
+run is a process of its own, which measures one subject: first with a cold page cache
+and then, unless the subject is the disk, with a warm one. The subjects of a workload
+take turns, so that a change of the disk's speed affects all of them. Ratios compare
+runs of the same turn.
 """
 
 from __future__ import annotations
@@ -61,20 +63,21 @@ _COPY_RATIO = 1.4
 # The report warns about smaller indexes, which may fit in a cache of the host or of the
 # drive.
 _SMALL_BYTES = 1 << 30
-# limit for a run, including its warm-up and the copy for a peer
+# time limit for a run, including its warm-up and the copy of the records for a peer
 _TIMEOUT_SECONDS = 1800.0
 # number of blocks in the warm-up call, which is enough to trigger the imports and the
 # compilation that large calls need
 _WARM_UP = 1024
-# number of blocks in the last call whose contents are compared with plain file reads
+# Of the last call, this number of blocks is compared with the results of plain file
+# reads.
 _CHECKED = 32
 DEPTH = 64
 """Largest number of reads that fio has in flight."""
 SEQUENTIAL_BYTES = 1 << 20
 """Number of bytes in a contiguous read of fio."""
 _FIO_OPTIONS = ("--readonly", "--ioengine=io_uring", "--direct=1")
-# Largest number of files that fio reads. Of a larger index, it reads a sample of the
-# files, because it opens all files at once.
+# Largest number of files that fio reads. If an index has more files, fio gets a sample
+# of them, because it opens all its files at once.
 _FIO_FILES = 100
 _PERCENTILES = (50, 95, 99)
 # smallest fraction of the requested bytes that a cold run must read from the disk
@@ -140,10 +143,10 @@ def bench_fetch(
     """Run the benchmark and return the report.
 
     `say` receives one line of text after each run. The other arguments are options of
-    `edje-index bench fetch`. If a stored precision is not in `precisions`, only its
-    large fetch is measured. Copies for peers and finished runs are kept in a directory
-    beside the index until the end, so that the same call continues after an
-    interruption.
+    `edje-index bench fetch`. If `precisions` names only some of the stored precisions,
+    only the large fetch is measured for the others. Copies for peers and finished runs
+    are kept in a directory beside the index until the end, so that the same call
+    continues after an interruption.
 
     Raises:
         UsageError: the index or a precision does not exist, the index is too small, or
@@ -254,8 +257,9 @@ def bench_fetch(
         "quick": quick,
         "paper": paper,
     }
-    # Finished runs of an interrupted benchmark are used only if this key is equal. The
-    # plan is a part of it, because an index with another plan has other blocks.
+    # Finished runs of an interrupted benchmark are used only if they were logged with
+    # an equal key. The key contains the plan of the index, because an index with
+    # another plan has other blocks.
     log_key = json.dumps([settings, versions, manifest.plan])
     log_path = scratch / "runs.jsonl"
     runs = dict[Task, dict[str, Run]]()
@@ -358,8 +362,8 @@ def command_line(index: str, task: Task) -> str:
 
 
 def run_fio(source: StoredRecords, workload: Workload, seed: int) -> Run:
-    """Read as many records as `workload` from the files of the index with the program
-    fio, without the page cache.
+    """Let the program fio read as many records as `workload` requests from the files of
+    the index. fio bypasses the page cache.
 
     A random read takes all sectors of one record. A contiguous read takes 1 MiB. The
     number of reads in flight is the number of blocks per call, but at most 64.
@@ -470,7 +474,8 @@ def measure(
     warm_up = np.random.default_rng(0).permutation(unused)[:_WARM_UP]
     records = aligned_bytes(len(warm_up) * subject.output_bytes)
     subject.fetch(warm_up, records.reshape(len(warm_up), subject.output_bytes))
-    # A subject may have other code for short calls. Warm it up, too.
+    # A subject may use other code for short calls. A call of at most the size of the
+    # timed calls therefore warms up this code, too.
     subject.fetch(warm_up[: len(buffer)], buffer[: len(warm_up)])
     # Open the subject again, which closes the files of the warm-up. Pages that are
     # mapped into memory cannot be evicted.

@@ -29,7 +29,7 @@ from storage_formats.threads import default_threads
 from storage_formats.token_store import TokenStore
 
 _TENSORSTORE_REQUESTS = 128
-# largest array of fixed-size binary values that Lance returns
+# largest size in bytes of an array of fixed-size binary values that Lance returns
 _ARROW_BYTES = 2**31 - 1
 # number of rows in each batch that is written to Lance
 _LANCE_BATCH = 256

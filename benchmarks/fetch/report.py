@@ -19,7 +19,8 @@ from benchmarks.fetch.peers import READER
 from benchmarks.report import Report, machine
 from edje_index.evaluation.report import table
 
-# A row is called faster if the rate of edje-index is below this multiple of its rate.
+# A row of the report is called faster than edje-index if the rate of edje-index is less
+# than this fraction of the rate in the row.
 _FASTER = 0.95
 _BAR = 40
 _COLUMNS = (
@@ -128,8 +129,9 @@ def report_lines(report: Report, picture: str | None = None) -> Iterator[str]:
 
 
 def verdict(rows: list[Report]) -> Iterator[str]:
-    """Yield sentences about the rates of the disk, the pairs per second for which it
-    delivers blocks, and the cases in which a library is faster.
+    """Yield sentences about the rates of the disk, the pairs per second that a GPU can
+    score with the blocks from this disk, the cases in which a library is faster than
+    edje-index, and the times that the EDJE paper reports.
     """
     large = _large(rows)
     for precision, title in large.items():

@@ -164,8 +164,9 @@ def report_lines(report: Report) -> Iterator[str]:
 
 
 def prior_art_figure(rows: Sequence[Report]) -> str:
-    """Return an SVG image that plots the recall of each row against its milliseconds.
-    Published values are circles, and measured values are filled discs.
+    """Return an SVG image that plots the recall of each row against the milliseconds
+    that the row takes to score 64 pairs. Published values are circles, and measured
+    values are filled discs.
     """
     x = "64 pairs, ms"
     y = "Flickr T2I"
@@ -469,4 +470,4 @@ EXPERIMENTS = {
 }
 """The experiments of `bench paper`, by name."""
 OF_A_MODEL = ("zero-shot", "prior-art", "pool-size", "quantization")
-"""The experiments with rows that a trained model needs no training for."""
+"""The experiments in which a trained model can be measured without further training."""

@@ -47,7 +47,7 @@ LANGUAGES = {
 MAIN_TOWER = "siglip2-l16-384"
 MAIN_LANGUAGE = "minilm-l12"
 OUT = "{out}"
-"""Stands for the folder of a step in the arguments of the command of this step."""
+"""Placeholder in the arguments of a step's command. It stands for the step's folder."""
 POOL = 10
 """Number of candidates per query in most experiments of the paper."""
 
@@ -107,8 +107,8 @@ class Study:
     _listed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        # Absolute paths, because the arguments of a command identify its step. The same
-        # study in another working directory finds its finished steps.
+        # The paths are made absolute, because the arguments of a command identify its
+        # step. The study then finds its finished steps from any working directory.
         for name in ("data", "out", "config", "model"):
             path = getattr(self, name)
             setattr(self, name, path and path.absolute())
@@ -272,8 +272,9 @@ class Study:
                 replace(LOCAL, tower=variant.tower, language=variant.language), phase
             )
             settings.append(f"inputs.teacher={teacher}")
-            # Training another adapter does not store the features that the teacher
-            # reads, so the index of the teacher is given.
+            # The teacher reads the features of all patches. Training stores these only
+            # for a compressed adapter. For other adapters, the tokens of the teacher
+            # therefore come from an index that the teacher builds.
             if variant.adapter != "compressed":
                 settings.append(
                     f"inputs.teacher_features={self.build(teacher, phase)[0]}"
@@ -288,8 +289,8 @@ class Study:
     def build(
         self, bundle: Path, part: str, *, full: bool = False
     ) -> tuple[Path, Report]:
-        """Index the images of a part of the data, which `captions` describes. If `full`
-        is True, index the images of all splits.
+        """Index the images of `part`, which has the values that `captions` describes.
+        If `full` is True, index the images of all splits.
 
         Returns:
             The path of the index, and the report of the build.

@@ -63,10 +63,10 @@ def delete(index: IndexLocation, **options: Any) -> None:
     ids. The data of deleted rows remains on disk, so 'edje-index rollback' can restore
     the rows.
 
-    --erase also removes the data of all deleted rows and of their duplicates: the other
-    rows of their shards are copied to new shards, where they get new row ids, and all
-    earlier snapshots are removed. This cannot be undone. Run the same command again to
-    finish an interrupted erasure.
+    --erase also removes the data of all deleted rows and of their duplicates. Shards
+    that contain such rows are replaced: the remaining rows are copied to new shards,
+    where they get new row ids. All earlier snapshots are removed. An erasure cannot be
+    undone. Run the same command again to finish an interrupted erasure.
 
     \b
     Examples:
@@ -194,8 +194,8 @@ def compact(index: IndexLocation) -> None:
     are not full are joined and get new ids. A Parquet file maps old row ids to new row
     ids; TokenStore.translate reads this file. Tokens are copied, so the model is not
     needed. INDEX can be searched during the compaction. The disk needs room for a
-    second copy of these rows. To remove the old files afterwards, run 'edje-index gc
-    --keep 1'.
+    second copy of the rows that get new ids. To remove the old files afterwards, run
+    'edje-index gc --keep 1'.
 
     Run the same command again to resume a stopped compaction.
 
@@ -384,8 +384,9 @@ def history(index: IndexLocation) -> None:
 
     INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
 
-    Every change of a finished index makes a new snapshot. The newest 32 to 64
-    remain; changes remove the oldest, and 'edje-index gc' removes more.
+    Every change of a finished index makes a new snapshot. INDEX keeps at most 64
+    snapshots. A change that would exceed this number removes the oldest, so that 32
+    are left. 'edje-index gc' removes more.
 
     \b
     Example:
@@ -512,8 +513,8 @@ def verify(
     With --sample or --max-duration, the command checks the metadata of the index and
     every file of some of the shards. It begins with the shards whose last check was the
     longest time ago, so that repeated runs cover a large index. The files of other
-    shards are not checked. 'edje-index info' shows since when every shard has been
-    checked.
+    shards are not checked. 'edje-index info' shows the time of the oldest of these last
+    checks.
 
     \b
     Examples:

@@ -46,8 +46,9 @@ def info(index: Path | str, duplicates: float | None) -> None:
     The line 'search' describes the nearest-neighbour index, and says when 'edje-index
     ann build' would improve it.
 
-    With --duplicates, an index of 200,000 images takes about a minute on two cores.
-    Above 20,000 images, some pairs can be missed.
+    With --duplicates, an index of 200,000 images takes about a minute on two cores. For
+    more than 20,000 images, only images with roughly similar embeddings are compared,
+    so some pairs can be missed.
 
     To search INDEX, a model bundle must have the encoder fingerprint shown here.
     'edje-index model show' prints the encoder fingerprint of a bundle.
@@ -125,8 +126,9 @@ def describe_index(root: Path | str) -> Json:
 
 
 def _describe_upkeep(index: CommittedIndex) -> Json:
-    """Return a JSON object with the time since which every shard has been verified, the
-    number of kept snapshots, and the reasons to compact the index.
+    """Return a JSON object about the maintenance of an index: the oldest time at which
+    a shard was last verified, the number of shards that were never verified, the number
+    of kept snapshots, and the reasons to compact the index.
     """
     from storage_formats.change import MOST_SNAPSHOTS
     from storage_formats.format.manifest import earlier_snapshots
@@ -136,10 +138,12 @@ def _describe_upkeep(index: CommittedIndex) -> Json:
     spec = manifest.spec
     times = last_verified(index)
     reasons = []
-    # number of rows in the last shard of each segment, or 0 if that shard is full
+    # A segment holds the rows of one build, append or compaction, and only its last
+    # shard can be part-full. Each item is the number of rows in that shard, or 0 if the
+    # shard is full.
     ends = [segment.rows % spec.shard_size for segment in spec.used_segments]
     part_full = len(ends) - ends.count(0)
-    # A compaction joins these rows in as few shards as possible.
+    # A compaction joins the rows of all part-full shards in as few shards as possible.
     saved = part_full - -(-sum(ends) // spec.shard_size)
     if saved >= _PART_FULL_SHARDS:
         reasons.append(

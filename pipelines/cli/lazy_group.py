@@ -10,8 +10,9 @@ from typing import Any
 import click
 
 Sections = Mapping[str, Mapping[str, str]]
-"""Maps each heading to its commands. The commands of a heading map each name to the
-module and attribute that define the command, as "module:attribute".
+"""Maps each heading of the help text to the commands below it. The inner mapping gives,
+for the name of each command, the module and the attribute that define the command, in
+the form "module:attribute".
 """
 
 
@@ -57,8 +58,8 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         nearest = difflib.get_close_matches(name, self._listed, 1)
-        # During shell completion (`resilient_parsing`), the name may be incomplete, and
-        # there is no error.
+        # During shell completion, when click sets `resilient_parsing`, the name may be
+        # incomplete. An unknown name is then no error.
         if nearest and name not in self._listed and not ctx.resilient_parsing:
             ctx.fail(f"No such command '{name}'. Did you mean '{nearest[0]}'?")
         return super().resolve_command(ctx, args)
@@ -69,7 +70,8 @@ class LazyGroup(click.Group):
         formatter: click.HelpFormatter,
     ) -> None:
         column = max(map(len, self._listed))
-        # click reserves 6 columns, which is three times its space between columns.
+        # Width of the short help texts. As in click's own method, 6 characters of the
+        # line are left free for indentation and for the space before the text.
         width = formatter.width - 6 - column
         for heading, section in self._sections.items():
             rows = []

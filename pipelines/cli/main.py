@@ -195,9 +195,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
     Args:
-        arguments: arguments after the name of the program. None means those of this
-            process, which then belongs to the command line: its standard streams and
-            its handler of SIGINT are replaced.
+        arguments: arguments after the name of the program. None means the arguments of
+            this process. In that case, `main` also replaces the standard streams and
+            the handler of SIGINT, and ends the process after Ctrl-C instead of
+            returning.
     """
     if completion := os.environ.get(_COMPLETION):
         return shell_complete(cli, {}, _PROGRAM, _COMPLETION, completion)
@@ -226,7 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return _BROKEN_PIPE
     if code == INTERRUPTED and is_process:
-        # A normal exit would first wait for threads that wait for a server.
+        # A normal exit would first wait for all threads to end. Some of them may be
+        # waiting for the response of a server.
         os._exit(code)
     return code
 
@@ -246,7 +248,8 @@ def _run(arguments: list[str], interrupts: Sequence[int]) -> int:
         command = next(
             (argument for argument in arguments if argument in _COMMANDS), ""
         )
-        # After Ctrl-C, any other error is a consequence of the interrupt.
+        # After Ctrl-C, an error that is not itself reported as an interrupt is only a
+        # consequence of the interrupt.
         if interrupts and getattr(raised, "exit_code", None) != INTERRUPTED:
             raised = KeyboardInterrupt()
         error = missing_extra(raised, preferred=command) or raised

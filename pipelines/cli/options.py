@@ -90,8 +90,8 @@ class Command(click.Command):
                 parameter.help = re.sub(r"\n +", " ", text)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. If an EdjeError names a parameter, its message gets the
-        option or argument of the command line as a prefix.
+        """Run the command. If an EdjeError names a parameter, put the name of the
+        option or argument in front of the error message, as on the command line.
 
         Raises:
             click.BadParameter: the value of a parameter is NaN.
@@ -104,7 +104,8 @@ class Command(click.Command):
         try:
             return super().invoke(ctx)
         except EdjeError as error:
-            # The parameter may be an option of the program, such as --log.
+            # The error may also name an option of `edje-index` itself, such as --log,
+            # which stands before the name of the command.
             for parameter in (*self.params, *ctx.find_root().command.params):
                 if parameter.name == error.parameter:
                     name = max(parameter.opts, key=len)

@@ -31,14 +31,15 @@ LOG_KEY = "pipelines.cli.log"
 class _Standard(io.FileIO):
     """Standard output or standard error, as a file that waits for a slow reader.
 
-    The first error of standard output is raised and ends the command; later output is
-    dropped. All errors of standard error are ignored, so that a command does not fail
+    The first error of standard output is raised and ends the command; later errors are
+    ignored. All errors of standard error are ignored, so that a command does not fail
     only because nobody can read its messages.
     """
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
-        # True: errors are ignored
+        # True if errors are ignored: on standard error from the start, and on standard
+        # output after the first error.
         self._is_lost = descriptor == 2
 
     def write(self, data: Any, /) -> int:

@@ -306,9 +306,9 @@ def explain(
     ROW is a row id. For each ROW, the page shows the image and the words of the
     language model that are nearest to the tokens. If the model has a compressed
     adapter, the page also shows the attention of the adapter's queries, which is the
-    part of the image that each token was computed from. Without ROW, the page shows the
-    first images of a random sample. The page also shows the most frequent words in the
-    sample.
+    part of the image that each token was computed from. The page also shows the most
+    frequent words of a random sample of images. Without ROW, the page shows the first
+    images of this sample.
 
     With --query, the page shows which words of the query found which patches of the
     image, and the value, the weight and the product of each part of the score. With
@@ -331,7 +331,7 @@ def explain(
             directory of --captions]
         --split: Use only this split of --captions.  [default: all splits]
         --against: Another index of the same images. A paired t-test compares the
-            alignments.
+            alignment of both indexes.
     """
     given = [options[name] for name in ("images", "split", "against")]
     if options["captions"] is None and any(given):

@@ -93,7 +93,8 @@ def serve(
         --port: Port to listen on; 0 chooses a free port.
         --allowed-host: Additional host name that clients may use for the service;
             repeatable.
-        --insecure: Listen on an address that other machines can reach without API keys.
+        --insecure: Allow an address that other machines can reach, although no API keys
+            are set.
         --deadline: Maximum seconds per request; slower requests fail with HTTP status
             504.
         --mcp: Serve one assistant through the Model Context Protocol on standard input
@@ -129,8 +130,8 @@ def serve(
             f"every machine that can reach {host} could search and see thumbnails: set"
             f" {_KEYS_VARIABLE}, or give --insecure"
         )
-    # An empty list allows every name, because the names under which other machines know
-    # this one are unknown here.
+    # An empty list allows every name. It is the default if other machines can reach the
+    # service, because it is not known by which names they address this machine.
     allowed = [] if not is_local and not hosts else [*_LOCAL_NAMES, host, *hosts]
     with name_missing_extra("serve"):
         from pipelines.service.guard import Limits

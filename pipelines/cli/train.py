@@ -42,7 +42,7 @@ DEDICATED_OPTIONS = {
     "steps": "loop.steps",
     "epochs": "loop.epochs",
 }
-"""Maps the option or argument of `train` to the setting that it changes."""
+"""Maps each option or argument of `train` that changes a setting to the setting."""
 
 
 @command()

@@ -131,14 +131,16 @@ def explain_page(explanation: Explanation) -> str:
 
 def _match_maps(match: QueryMatch, attention: Floats) -> list[tuple[str, str]]:
     """Return attention maps that show where the image matches the query, as (data URI,
-    label) pairs: one map of the late interaction, one of the joint encoder, and one of
-    each word of the query.
+    label) pairs: one map for the late interaction, one for the joint encoder, and one
+    for each word of the query. A map is left out if its weights are all 0.
 
     A map is a weighted sum of the attention of the tokens. `attention` [m, rows,
     columns] says for each of the m tokens which patches the token was computed from.
+    The rows and columns are those of the grid of patches.
     """
     # Late interaction compares each word with its most similar token only. `nearest`
-    # [words, m] holds these similarities, and 0 elsewhere.
+    # [words, m] holds these similarities, and 0 elsewhere. The lower limit of 1e-6
+    # gives that token a weight even if its similarity is not positive.
     nearest = np.zeros_like(match.similarities)
     best = match.similarities.argmax(axis=1)
     words = np.arange(len(best))

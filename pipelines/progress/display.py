@@ -110,8 +110,9 @@ class Display:
         if is_new:
             for old in self.bar.task_ids:
                 self.bar.remove_task(old)
-            # Work that an earlier run has done, before this job was resumed, must not
-            # count in the speed. The first event therefore sets the start.
+            # The work of earlier runs must not count in the speed of a resumed job. The
+            # bar therefore starts at the amount of work that the first event reports as
+            # done.
             self.bar.add_task(event.activity, completed=event.done, line="")
         (task,) = self.bar.tasks
         self.bar.update(task.id, total=event.total, completed=event.done)
@@ -192,8 +193,8 @@ def log_file(path: Path, command: str) -> Iterator[None]:
     URLs. The last line says how the job ended.
     """
     try:
-        # The file has no buffer: if a buffer cannot be flushed when the file is closed,
-        # a finished job would fail.
+        # The file has no buffer. A buffer would be written when the file is closed, and
+        # an error at that moment would make a finished job fail.
         file = path.open("ab", buffering=0)
     except OSError as error:
         problem = f"cannot write the log {path}: {error.strerror}; choose another file"

@@ -15,8 +15,9 @@ from edje_index.progress import OnProgress, ShardProgress
 from storage_formats.errors import EdjeError
 
 Bottleneck = Literal["decode", "model", "write"]
-# A worker is always in one of these stages. Each stage maps to what limits the build if
-# workers spend most of their time in it: a worker that waits, waits for decoded images.
+# A worker is always in one of these stages. Each stage maps to the bottleneck of a
+# build whose workers spend most of their time in the stage. In the stage "wait", a
+# worker waits for decoded images, so the bottleneck is decoding.
 _STAGES: dict[str, Bottleneck] = {"wait": "decode", "encode": "model", "write": "write"}
 # exit code of a program that Ctrl-C ends
 INTERRUPTED = 128 + signal.SIGINT
@@ -37,7 +38,7 @@ class StatusMessage:
 
 @dataclass(frozen=True)
 class PlanReady:
-    """The plan of a job, reported once the amount of work is known.
+    """The plan of a job, reported as soon as the amount of work is known.
 
     Attributes:
         finished_shards: number of shards that earlier runs finished.
@@ -65,8 +66,8 @@ class Progress:
         shards: number of shards of the job; None if the job does not process shards.
         finished_shards: number of finished shards, including those that earlier runs
             finished.
-        bottleneck: stage in which the workers of this run spent the most time; None if
-            no times are known yet.
+        bottleneck: what limits the speed of this run, according to the stage in which
+            its workers spent the most time; None if no times are known yet.
         finished_shard: the shard that was just finished; None if the event reports
             something else.
     """
@@ -231,7 +232,8 @@ def stop_on_signals() -> Iterator[ShouldStop]:
     def handle(number: int, _frame: FrameType | None) -> None:
         received.append(number)
         if len(received) == 1:
-            # os.write instead of print: the signal may have interrupted a print.
+            # os.write is used instead of print. The signal may have interrupted a
+            # print, and a second print inside the first would fail.
             name = signal.Signals(number).name
             os.write(2, f"{name}: stopping after the current batches\n".encode())
         elif len(received) == 2:

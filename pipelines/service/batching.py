@@ -77,7 +77,8 @@ class Batcher:
     ) -> tuple[Any, Timing]:
         """Queue work for the model, wait for the result, and return (result, times).
 
-        Work whose caller is cancelled while it waits is not computed.
+        If the caller is cancelled while the work is still in the queue, the work is not
+        computed.
 
         Args:
             payload: what to compute.
@@ -92,8 +93,8 @@ class Batcher:
                 after the deadline.
             Exception: the error that `run` raised.
         """
-        # Estimate from earlier batches when this work will be finished. It is 0 before
-        # the first batch.
+        # Estimate, from the speed of earlier batches, the seconds until this work is
+        # finished. The estimate is 0 before the first batch.
         seconds = 0.0
         if self._tokens_per_second is not None:
             seconds = (
@@ -176,7 +177,9 @@ class Batcher:
 
 
 def _run(batch: Sequence[_Job]) -> list[Any]:
-    """Run the jobs as one batch. If the batch fails, run each job alone."""
+    """Run the jobs as one batch, and return one result per job. If the batch fails, run
+    each job alone. The result of a job that fails alone is its exception.
+    """
     try:
         return list(batch[0].run([job.payload for job in batch]))
     except Exception as error:

@@ -232,7 +232,8 @@ class Guard:
         limits = self._limits
         method = scope["method"]
         if method == "HEAD":
-            # The application answers as to GET, and the server sends only the headers.
+            # The application answers a HEAD request like a GET request, and the server
+            # sends only the headers of this response.
             scope = {**scope, "method": "GET"}
         headers = Headers(scope=scope)
         started = time.perf_counter()
@@ -252,7 +253,8 @@ class Guard:
 
         async def cancel_if_client_leaves() -> None:
             nonlocal is_abandoned
-            # After the body, `receive` returns only when the connection ends.
+            # After the body, `receive` returns only when the client closes the
+            # connection or the response is complete.
             await receive()
             if not is_answered:
                 is_abandoned = True
@@ -309,8 +311,9 @@ class Guard:
                     )
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             if method == "POST" and kind != "application/json":
-                # A form on another web page can make the browser send other types
-                # without permission of this service.
+                # A form on the page of another website can make a browser send other
+                # content types to this service. For JSON, the browser first asks the
+                # service for permission.
                 raise HTTPException(
                     415,
                     "send JSON with the header 'Content-Type: application/json'; with"
@@ -339,7 +342,7 @@ class Guard:
             request.uncancel()
         except Exception as problem:
             # Either this layer refused the request, or the application failed. In the
-            # second case, it has already sent status 500.
+            # second case, the application has already sent status 500.
             error = problem
         finally:
             if watch is not None:

@@ -122,13 +122,13 @@ class SearchRequest(_Search):
     /info lists the columns.
     """
     columns: list[Name] | None = Field(None, max_length=MAX_COLUMNS + 16)
-    """Columns of its row that each hit contains; the default is the captions."""
+    """Names of the columns that each hit contains; the default is the captions."""
     skip: int = Field(0, ge=0, le=10_000, strict=True)
     """Number of the best hits to leave out."""
     min_relevance: float = Field(0.0, ge=0, le=1)
     """Leave out hits with a lower relevance."""
     embedding_order: bool = False
-    """Also return the first k candidates, sorted by embedding similarity."""
+    """Also return the k candidates with the highest embedding similarity."""
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:
@@ -245,7 +245,7 @@ class ServiceState:
         batcher: queue of requests for the model.
         file_threads: limiter for the number of threads that read files.
         image_requests: limiter for the number of requests whose images are decoded or
-            encoded at the same time. Two such requests leave the model free for
+            encoded at the same time. The limit is two, so that the model is free for
             searches most of the time.
         photos: limiter for the number of photos that are sent at the same time, because
             a photo takes up to 64 MB of memory.
@@ -318,7 +318,7 @@ class ServiceState:
         limits = self.limits
 
         def decode(data: bytes) -> Image.Image:
-            """Return an image as the vision tower reads it."""
+            """Decode an image, in the size that the vision tower reads."""
             return encoder.preprocess.resize(decode_rgb(data, limits.image_pixels))
 
         small = []
@@ -345,8 +345,8 @@ class ServiceState:
                     raise HTTPException(
                         status, f"cannot read an image: {error}"
                     ) from error
-            # On a CPU, one image takes about 0.3 s. Each image is submitted alone, so
-            # that searches run in between.
+            # On a CPU, encoding one image takes about 0.3 s. Each image is therefore
+            # submitted alone, so that searches can run between two images.
             at_once = 1 if encoder.device.type == "cpu" else len(small)
             results: list[Any] = []
             for start in range(0, len(small), at_once):
@@ -447,7 +447,7 @@ async def info(state: State) -> Json:
         "version": __version__,
         "indexes": [described],
         "limits": asdict(limits),
-        # The other members are for clients of text-embeddings-inference.
+        # The members below are for clients of text-embeddings-inference.
         "sha": None,
         "docker_label": None,
         "model_id": state.name,
@@ -480,8 +480,8 @@ async def search(state: State, body: SearchRequest) -> Json:
     tokens = index.manifest.spec.block_shape[0]
     weights = index.model.weights(TEXT_TO_IMAGE, body.score or "bundle").by_part()
     is_reranked = any(weight for part, weight in weights.items() if part != EMBEDDING)
-    # A thread for files evaluates the filter now, so that the thread of the model need
-    # not read rows.
+    # A thread for files evaluates the filter now, and the result is cached. The thread
+    # of the model therefore need not read rows.
     if where is not None:
         await state.in_thread(
             index.rows.passing, where, time.monotonic() + state.limits.deadline_seconds
@@ -573,7 +573,7 @@ async def search_texts(state: State, body: TextSearchRequest) -> Json:
         ]
 
     # Encoding a text with the text tower takes about as long as scoring a pair with the
-    # joint encoder.
+    # joint encoder. Each text therefore counts as one more pair.
     pool = body.pool or max(body.k, index.default_pool)
     pairs = min(pool, len(texts)) + len(texts)
     if body.image is None:
@@ -602,7 +602,7 @@ async def rerank(
         Discriminator(_dialect),
     ],
 ) -> list[Json] | Json:
-    """Score documents for a query, best first.
+    """Score documents for a query, and return them best first.
 
     A document is an image, or the row id or uri of a row of the index. Documents are
     sorted by the final score.
@@ -743,7 +743,7 @@ async def embed(state: State, body: EmbedRequest) -> list[list[float]]:
             return [list(islice(every, len(texts))) for texts in payloads]
 
         # Encoding a text with the text tower takes about as long as scoring a pair with
-        # the joint encoder.
+        # the joint encoder. Each text therefore costs as much as one pair.
         embeddings, _ = await state.batcher.submit(
             texts,
             embed_texts,
@@ -774,8 +774,8 @@ async def _photo_row(
     except RowIdError as error:
         raise HTTPException(404, str(error)) from error
     (row,) = rows.to_pylist()
-    # The ETag depends on the content, because another index may later be served at this
-    # address, with other photos of the same row ids.
+    # The ETag depends on the content of the photo, because another index may later be
+    # served at this address, with other photos under the same row ids.
     etag = f'"{row["content_hash"]}"'
     headers = {"Cache-Control": "private, no-cache", "ETag": etag}
     is_kept = etag in request.headers.get("If-None-Match", "")
@@ -827,8 +827,8 @@ async def photo(state: State, request: Request, row_id: PathRowId) -> Response:
 
     pieces = content()
     try:
-        # Run `content` up to its first `yield`. It reads the photo, so that an error
-        # becomes status 404 before the response begins.
+        # Run `content` up to its first `yield`, which comes after the photo is read. If
+        # reading fails, the response has not begun and can still have status 404.
         await anext(pieces)
     except PHOTO_ERRORS as error:
         raise HTTPException(

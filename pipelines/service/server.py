@@ -117,8 +117,9 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # If a request is being answered, its headers have arrived. `Guard` limits the
-        # time for its body. Otherwise, the data begin the headers of another request.
+        # If a request is being answered, its headers have arrived, and `Guard` limits
+        # the time for its body. Otherwise, the data belong to the headers of the next
+        # request, which have a new deadline.
         if self.cycle is not None and not self.cycle.response_complete:
             self._deadline.cancel()
         elif self._deadline.cancelled():
@@ -183,8 +184,8 @@ def run_service(
         redoc_url=None,
     )
     app.include_router(router)
-    # Static files answer the paths that have no route. They are not mounted, because a
-    # mount would also answer a request to a route with a wrong method, with status 404
+    # Static files answer the paths that have no route. They are not mounted: if a
+    # request uses a wrong method for a route, a mount would answer it with status 404
     # instead of 405.
     app.router.default = StaticFiles(directory=STATIC, html=True)
     for kind in (
@@ -220,8 +221,9 @@ def run_service(
     )
     server = uvicorn.Server(config)
     # After uvicorn has stopped because of a signal, it raises the signal again. These
-    # handlers receive it, so that a requested stop does not end the process as a
-    # failure. They also receive a signal that comes before uvicorn sets its handlers.
+    # handlers receive the repeated signal. Otherwise, the signal would end the process,
+    # and a requested stop would look like a failure. The handlers also receive a signal
+    # that comes before uvicorn sets its own.
     handlers = {
         number: signal.signal(number, server.handle_exit)
         for number in (signal.SIGTERM, signal.SIGINT)
