@@ -38,7 +38,7 @@ _SIZES = {
     "layers": 12,
     "heads": 12,
 }
-# Stages of the report, and the stages of `Hits.stages` whose times they sum.
+# Maps each stage of the report to the stages of `Hits.stages` whose times it sums.
 _QUERY_STAGES = {
     "text": ("text_tower",),
     "nearest": ("nearest",),

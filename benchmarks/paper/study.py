@@ -272,9 +272,10 @@ class Study:
                 replace(LOCAL, tower=variant.tower, language=variant.language), phase
             )
             settings.append(f"inputs.teacher={teacher}")
-            # The teacher reads the features of all patches. Training stores these only
-            # for a compressed adapter. For other adapters, the tokens of the teacher
-            # therefore come from an index that the teacher builds.
+            # The teacher reads the features of all patches. If the trained adapter
+            # selects or merges patches, training does not store these features. The
+            # tokens of the teacher then come from an index that is built with the
+            # teacher.
             if variant.adapter != "compressed":
                 settings.append(
                     f"inputs.teacher_features={self.build(teacher, phase)[0]}"

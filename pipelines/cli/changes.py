@@ -513,8 +513,8 @@ def verify(
     With --sample or --max-duration, the command checks the metadata of the index and
     every file of some of the shards. It begins with the shards whose last check was the
     longest time ago, so that repeated runs cover a large index. The files of other
-    shards are not checked. 'edje-index info' shows the time of the oldest of these last
-    checks.
+    shards are not checked. 'edje-index info' shows the oldest time at which a shard was
+    last checked.
 
     \b
     Examples:

@@ -90,8 +90,8 @@ class Command(click.Command):
                 parameter.help = re.sub(r"\n +", " ", text)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. If an EdjeError names a parameter, put the name of the
-        option or argument in front of the error message, as on the command line.
+        """Run the command. If an EdjeError names a parameter, put the name that this
+        option or argument has on the command line in front of the error message.
 
         Raises:
             click.BadParameter: the value of a parameter is NaN.

@@ -157,8 +157,8 @@ def running_job(
 
     Args:
         resume: whether the same command can resume a stopped job. For a job that
-            changes an index, `resume` is the path or URL of the index. A job on a path
-            can be resumed only if the index has a journal.
+            changes an index, `resume` is the path or URL of the index. If it is a path,
+            the job can be resumed only if the index has a journal when the job stops.
         quiet: do not show progress, even without the option `--quiet`.
     """
     from pipelines.progress.display import Display, log_file

@@ -100,8 +100,8 @@ def search(
     embedding, the candidates are not re-ranked.
 
     Hits have a relevance between 0 and 1, which says how strongly the score speaks for
-    a match. Below 0.5, hits are weak: images score as high for texts that no image
-    matches.
+    a match. Hits with a relevance below 0.5 are weak: a text that matches no image gets
+    hits with such scores, too.
 
     'edje-index model show' shows the formula of the score. With --json, each hit also
     has the final score and its parts before weighting.

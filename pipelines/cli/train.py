@@ -42,7 +42,9 @@ DEDICATED_OPTIONS = {
     "steps": "loop.steps",
     "epochs": "loop.epochs",
 }
-"""Maps each option or argument of `train` that changes a setting to the setting."""
+"""Maps the name of each of these options and arguments of `train` to the setting whose
+value it gives.
+"""
 
 
 @command()

@@ -43,7 +43,7 @@ def mcp_server(index: TokenIndex) -> MCPServer[Any]:
     """Return a server whose tools search `index`. After a change of the index, they
     search its current snapshot.
     """
-    # The lock lets one tool run at a time. A single search uses all processors, so
+    # The lock lets only one tool run at a time. A single search uses all processors, so
     # parallel searches would gain nothing.
     turn = threading.Lock()
 
