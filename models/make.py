@@ -8,8 +8,8 @@ model contains the complete commands.
         --set inputs.vision=local-dir:EMBEDDING --language TOWERS/minilm_l6_h384 ...
     python -m models.make pack BUNDLE PACKED --towers TOWERS
 
-Packing rounds the weights. Therefore, evaluate the bundle that `edje-index model get`
-writes instead of BUNDLE.
+Packing rounds the weights. Therefore, do not evaluate BUNDLE. Evaluate the bundle that
+`edje-index model get` writes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ from models.embedding import TOWER_WEIGHTS, pair_features, start_model, train_he
 from storage_formats.arrays import Array
 
 WEIGHT_FILES = (VISION_WEIGHTS, ADAPTER_WEIGHTS, JOINT_WEIGHTS)
-# A tensor without a base tensor is rounded to float16 only if it has more elements.
+# A tensor without a base tensor is rounded to float16 only if it has more elements than
+# this number.
 RAW_ELEMENTS = 1 << 17
 # largest absolute value of an int8 code
 LARGEST_CODE = 127

@@ -223,8 +223,9 @@ def dev_pools(index: TokenIndex, captions: Path, direction: str) -> DevPools:
         parts[EMBEDDING].append(similarities[query, near])
         right.append(image_of_text[text_ids] == image_ids)
     stacked = {part: np.stack(values) for part, values in parts.items()}
-    # The logit is not computed. Two alternating values give it its known spread, from
-    # which `part_shares` computes its share.
+    # The logit is not computed. Instead, each pool gets two alternating values, whose
+    # standard deviation is that of known logits. `part_shares` needs only this
+    # deviation to compute the share of the logit.
     alternating = np.where(np.arange(POOL) % 2, LOGIT_SPREAD, -LOGIT_SPREAD)
     stacked[LOGIT] = np.tile(alternating, (len(queries), 1))
     owners = queries

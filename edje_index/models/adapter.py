@@ -309,8 +309,7 @@ def cluster_tokens(patches: Tensor, count: int) -> Tensor:
     most 25 Lloyd iterations.
     """
     # All images use the same fixed random numbers, so that the result for an image does
-    # not depend on the other images. A cluster that loses all its patches keeps its
-    # last centre.
+    # not depend on the other images.
     points = patches.float()
     b, n, _ = points.shape
     draws = torch.rand(count, generator=torch.Generator().manual_seed(CLUSTER_SEED)).to(
@@ -336,6 +335,7 @@ def cluster_tokens(patches: Tensor, count: int) -> Tensor:
         members = nn.functional.one_hot(assignment, count).to(points.dtype)
         sizes = members.sum(dim=1)[:, :, None]
         sums = members.transpose(1, 2) @ points
+        # A cluster that loses all its patches keeps its last centre.
         centres = torch.where(sizes > 0, sums / sizes.clamp(min=1), centres)
         moved = _nearest(points, centres)
         if torch.equal(moved, assignment):

@@ -23,8 +23,8 @@ from edje_index.models.devices import fused_on_cuda
 from edje_index.models.linear import Linear
 from storage_formats.atomic import Json
 
-# Smallest number of hidden-state values for which a fused kernel is used. This is about
-# 250 pairs of a caption and an image.
+# Smallest number of values in the hidden states of a batch for which a fused kernel is
+# used. About 250 pairs of a caption and an image have this number of values.
 _FUSED_VALUES = 1 << 23
 
 
@@ -58,8 +58,8 @@ class BertWeights:
     or has another shape than expected.
 
     Args:
-        prefix: prefix of the names in `tensors`. The rest of each name is a name in
-            `BertModel`.
+        prefix: prefix of the names in `tensors`. The methods of this class take names
+            without this prefix.
         source: name of the weights in error messages.
     """
 
@@ -182,8 +182,8 @@ class Bert:
         """Return the input of the first layer, float32 [b, t, d].
 
         Args:
-            words: word embeddings. Image tokens replace the embeddings of some of the
-                words [b, t, d].
+            words: word embeddings of the tokens [b, t, d]. For image tokens, these are
+                the stored tokens of the image.
             token_types: token type of each token, int64 [b, t] or [1, t].
             positions: position of each token, int64 [b, t]; None for the positions 0 to
                 t - 1 in every row.

@@ -248,7 +248,8 @@ def local_folder(vision: str) -> Path | None:
 @contextmanager
 def hub_access(*, local_only: bool = False) -> Iterator[bool]:
     """Context manager for calls that may download from the Hugging Face hub. Only one
-    thread at a time runs such calls. Its value is True if the hub is reachable.
+    thread at a time runs such calls. The `with` statement yields True if the hub is
+    reachable.
 
     If the hub is not reachable, its client retries for most of a minute. To avoid this
     wait, the context manager first tries to connect to the hub. If the connection
@@ -256,7 +257,8 @@ def hub_access(*, local_only: bool = False) -> Iterator[bool]:
     is tried, and the hub counts as reachable.
 
     Args:
-        local_only: if True, nothing is downloaded, and the value is False.
+        local_only: if True, nothing is downloaded, and the `with` statement yields
+            False.
     """
     from huggingface_hub import constants
 
@@ -266,8 +268,8 @@ def hub_access(*, local_only: bool = False) -> Iterator[bool]:
         offline = constants.HF_HUB_OFFLINE
         disabled = logging.root.manager.disable
         handler = logging.NullHandler()
-        # open_clip calls `logging.info`, which adds a handler that prints if the root
-        # logger has no handler.
+        # open_clip calls `logging.info`. If the root logger has no handler, this call
+        # adds a handler that prints. The handler that is added here prevents this.
         logging.root.addHandler(handler)
         logging.disable(logging.CRITICAL)
         is_reachable = not (offline or local_only)

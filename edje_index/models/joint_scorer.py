@@ -216,8 +216,8 @@ class JointScorer:
         mask = None
         positions = None
         if lengths is not None:
-            # The padding lies between the first [SEP] and the image tokens. Its
-            # positions are not counted.
+            # In a shorter row, the columns between the first [SEP] and the image tokens
+            # are padding. They are masked, and get no positions of their own.
             mask = (column < lengths[:, None] + 2) | (column >= image_start)
             positions = mask.cumsum(dim=1) - 1
         embedded = self._bert.embed(words, types, positions)

@@ -1,7 +1,8 @@
 """Reads SigLIP and SigLIP 2 towers in the format of transformers as open_clip models.
 
-All sizes come from the files ``config.json`` and ``preprocessor_config.json``. Values
-that these files leave out are the defaults of transformers. The outputs equal those of
+All sizes come from the files ``config.json`` and ``preprocessor_config.json``. For
+values that these files leave out, the defaults of transformers are used. The outputs
+equal those of
 ``SiglipModel`` of transformers up to rounding.
 """
 

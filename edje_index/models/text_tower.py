@@ -82,8 +82,12 @@ class TextEncoder(ABC):
         embed_dim]. Equal texts are embedded once.
 
         Args:
-            on_progress: called before each batch and at the end. An exception raised by
-                `on_progress` stops this method.
+            on_progress: called before each batch and at the end with the name of the
+                activity, the number of embedded texts, and the number of distinct
+                texts. An exception raised by `on_progress` stops this method.
+
+        Raises:
+            ValueError: `texts` is empty, or is one string instead of a list.
         """
         if isinstance(texts, str) or not texts:
             raise ValueError("texts must be a list of at least one string")

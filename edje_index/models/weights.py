@@ -45,8 +45,9 @@ _FACTORIES = frozenset(
     }
 )
 # A model may allocate one element per byte of its weights file. Each element takes at
-# least 2 bytes in the file, but some models allocate a tensor twice. The spare elements
-# are for masks and other tensors that are not in the file.
+# least 2 bytes in the file, so this is at least twice the number of elements in the
+# file. Some models need this many, because they allocate a tensor twice. The spare
+# elements are for masks and other tensors that are not in the file.
 _SPARE_ELEMENTS = 16 << 20
 # smallest number of bytes that a tensor takes in the file, including its name
 _TENSOR_BYTES = 16
@@ -92,7 +93,8 @@ def check_finite(state: Mapping[str, Tensor], source: str) -> None:
     for name, tensor in state.items():
         if not tensor.is_floating_point() or not tensor.numel():
             continue
-        # Both are NaN if a value is NaN. `aminmax` reads the tensor only once.
+        # If a value is NaN, `lowest` and `highest` are NaN. `aminmax` computes them in
+        # one pass over the tensor.
         lowest, highest = tensor.aminmax()
         if not (lowest.isfinite() and highest.isfinite()):
             wrong = int((~torch.isfinite(tensor)).sum())

@@ -45,7 +45,8 @@ _BUCKETS = 4
 # slow, because the GPU waits while the CPU starts each operation: a step with 20 passes
 # took 0.9 s, a step with 2 passes 0.31 s, and a step with 1 pass 0.25 s.
 _BUCKETS_ON_GPU = 1
-# smallest number of rows per bucket; fewer buckets are made if there are too few rows
+# Smallest number of input rows per bucket. If there are too few rows for this number,
+# fewer buckets are made.
 _BUCKET_ROWS = 24
 Batch = TypeVar("Batch", "JointBatch", "AlignmentBatch")
 
@@ -66,8 +67,8 @@ class Sampler:
     seed: int
 
     def pairs(self, batch: int) -> tuple[Ints, Ints]:
-        """Draw captions. Return the number of the image of each caption, and the
-        numbers of the captions, int64 [batch_size] each.
+        """Draw captions. Return the image number and the caption number of each drawn
+        caption, int64 [batch_size] each.
 
         `batch` is the batch number, counted from 0 over all epochs. An epoch contains
         each caption at most once.
@@ -89,8 +90,8 @@ class Sampler:
         images, epoch = self._members(batch, self.data.images)
         starts = self.data.caption_starts
         counts = starts[images + 1] - starts[images]
-        # The captions of an image are taken in a cycle. Its start changes with each
-        # epoch, so that later epochs use other captions of the image.
+        # The captions of an image are taken in a cycle. The first caption changes with
+        # each epoch, so that later epochs use other captions of the image.
         first = images + epoch
         return images, starts[images] + (first + np.arange(count)[:, None]) % counts
 
@@ -154,9 +155,9 @@ def text_rows(captions: Sequence[TokenIds], tokenizer: JointTokenizer) -> JointI
     """Return the input rows ``[CLS] caption [SEP]``, one per caption, without image
     tokens.
     """
-    # `inputs_of_ids` ends each row with a second [SEP], the only token of type 1. It is
-    # replaced by padding here. Then the last column contains only padding, and is
-    # removed.
+    # `inputs_of_ids` ends each row with a second [SEP], the only token of type 1. Here,
+    # padding replaces this second [SEP]. Then the last column contains only padding,
+    # and is removed.
     rows = tokenizer.inputs_of_ids(captions, 0)
     is_text = (rows.attention_mask - rows.token_type_ids)[:, :-1]
     ids = torch.where(
@@ -238,10 +239,11 @@ class InputRows:
 
     Attributes:
         buckets: for each bucket, the input rows, and the index of the image of each
-            row, int64. An index counts the images of the positive pairs of all workers,
-            in rank order. A bucket of rows without image tokens has no indices.
-        starts: position of ``[CLS]`` of each row in the concatenated rows of all
-            buckets, int64 [r].
+            row, int64. This is an index into the images of the positive pairs of all
+            workers, in rank order. If the rows of a bucket have no image tokens, its
+            tensor of indices is empty.
+        starts: for each row, in the order of the captions passed to `of`, the position
+            of its ``[CLS]`` in the concatenated rows of all buckets, int64 [r].
     """
 
     buckets: tuple[tuple[JointInputs, Tensor], ...]
@@ -417,8 +419,8 @@ class BatchSource:
         other_images, other_texts = (
             n[chosen] for n in self.negatives(images, captions)
         )
-        # A row without image tokens has room for a longer caption, the one in `whole`.
-        # A row with image tokens contains the caption in `texts`.
+        # `whole` has the captions for input rows without image tokens. `texts` has the
+        # same captions for rows with image tokens, which have room for one token less.
         whole = [self.data.caption(caption) for caption in captions.tolist()]
         texts = [*map(tokenizer.truncated, whole)]
         own_texts = [texts[pair] for pair in own]

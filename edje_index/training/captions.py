@@ -1,5 +1,6 @@
-"""Prepares the captions of a training run: computes their token ids, embeddings and
-mining data in shards, and then joins the shards to the training data.
+"""Prepares the captions of a training run in shards: computes their token ids, their
+embeddings, and the embeddings for hard-negative mining. The training data are the
+joined arrays of all shards.
 
 Each worker of the training run prepares some of the shards. If the run stops, finished
 shards are kept. The training data do not depend on the number of workers.
@@ -39,10 +40,11 @@ from storage_formats.reading.embeddings import read_embeddings
 
 SHARD_CAPTIONS = 256, 1 << 14
 """Smallest and largest number of captions per shard. The number of captions in a shard
-changes the embeddings by rounding errors.
+changes the embeddings by rounding errors, so it does not depend on the number of
+workers.
 """
-# Number of shards, unless `SHARD_CAPTIONS` requires fewer or more. With several shards,
-# the workers share even the captions of a small dev set evenly.
+# Number of shards, unless `SHARD_CAPTIONS` requires fewer or more. A small dev set is
+# also divided into shards, so that all workers prepare captions of it.
 _SHARDS = 32
 
 _TABLE = "captions.arrow"
@@ -288,7 +290,7 @@ def prepare_captions(
 
 
 def _parts(folder: Path) -> Path:
-    """Return the directory of the finished shards of the training data `folder`."""
+    """Return the directory of finished shards, which are later joined to `folder`."""
     return folder.with_name(f".{folder.name}.part")
 
 

@@ -25,7 +25,7 @@ DEV = "dev"
 # Key of a log record: the mean of the R@1 of both directions on the dev captions.
 # Checkpoints are ranked by this value.
 RECALL = "recall"
-# number of the phase, and number of steps
+# File name of a checkpoint. Its groups are the number of the phase and that of steps.
 _NAME = re.compile(r"(\d{2})-(\d{9})\.pt")
 
 
@@ -41,9 +41,9 @@ class TrainState:
             runs that this run continues.
         weights: weights of the module that this phase trains, by name.
         optimizer: state of the optimiser.
-        skipped: two numbers of optimiser steps that were skipped, because their
-            gradient was not finite: all such steps of this phase, and the consecutive
-            ones immediately before the checkpoint.
+        skipped: number of all optimiser steps of this phase that were skipped because
+            their gradient was not finite, and number of consecutive skipped steps
+            immediately before the checkpoint.
     """
 
     run: str
@@ -104,8 +104,9 @@ class Checkpoints:
         checkpoints.
 
         Raises:
-            ModelError: no checkpoint can be read, or the newest readable checkpoint
-                belongs to another training run.
+            ModelError: there are checkpoints, but none can be read; or the newest
+                readable checkpoint belongs to another training run, or contains weights
+                that are not finite.
         """
         problem: _UnreadableError | None = None
         for position in reversed(self._positions()):
@@ -121,7 +122,9 @@ class Checkpoints:
         """Read the checkpoint of `step` in the last phase that has checkpoints.
 
         Raises:
-            ModelError: there is no such checkpoint, or it cannot be read.
+            ModelError: there is no such checkpoint; or the checkpoint cannot be read,
+                belongs to another training run, or contains weights that are not
+                finite.
         """
         positions = self._positions()
         last = max((stage for stage, _ in positions), default=0)
@@ -167,10 +170,11 @@ class _UnreadableError(ModelError):
 
 
 def begin_log(run_dir: Path, stage: int, step: int) -> None:
-    """Remove all records of later steps than `step` of `stage` from ``log.jsonl``. A
-    run that is killed after its last checkpoint leaves such records.
+    """Remove the records of all steps after the step `step` of the phase `stage` from
+    ``log.jsonl``. A run that is killed some steps after its last checkpoint leaves such
+    records.
 
-    `stage` is the number of a phase, counted from 0.
+    `stage` is the number of the phase, counted from 0.
     """
     kept = [
         _line(record)

@@ -149,7 +149,7 @@ class OptimizerConfig(Settings):
     """Weight decay of AdamW."""
     continued: bool = False
     """Continue the training run that made inputs.init, with its optimiser state, its
-    number of epochs and no new warm-up. The run folder of this run must be INIT.run.
+    number of epochs and no new warm-up. Its run folder must be INIT.run.
     """
     warmup_steps: NonNegativeInt = 100
     """Steps of linear warm-up. With decay=epoch, warm-up ends after the first epoch
@@ -249,7 +249,7 @@ class TrainingInputs(Settings):
 
 
 class RunSettings(Settings):
-    """Output, hardware and checkpoints. These settings change the trained weights
+    """Settings of output, hardware and checkpoints. They change the trained weights
     only by rounding errors.
     """
 

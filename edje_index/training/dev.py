@@ -1,5 +1,5 @@
-"""Scores pools of dev captions and dev images with a bundle. Training measures its
-recall on these pools, and the weights of the final score are fitted to them.
+"""Scores pools of dev captions and dev images with a bundle. A training run measures
+the recall of its model on these pools, and fits the weights of the final score to them.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def dev_pools(
         features: features of the dev images.
         names: parts of the final score to compute. Parts that `bundle` lacks are left
             out. The embedding similarity is always part of the result.
-        on_progress: called with the number of scored pairs. An exception raised by
-            `on_progress` stops this function.
+        on_progress: called with the name of the activity, the number of scored pairs,
+            and the number of all pairs. An exception raised by `on_progress` stops this
+            function.
     """
     captions, data = dev
     queries = split_set(captions.captions, captions.rows)

@@ -50,7 +50,7 @@ class StoredFeatures:
 
     def load(self, rows: Ints) -> Loaded:
         """Return the features of the k `rows`, bfloat16 [k, n, d], and which rows could
-        be read, bool [k]. The second value is always True, because a row without
+        be read, bool [k]. The second array contains only True, because a row without
         features is an error.
 
         Raises:
@@ -108,8 +108,9 @@ class OnlineFeatures:
         images could be read, bool [k]. An image that cannot be read is black.
         """
         images, views = np.divmod(rows, max(1, self.views))
-        # The threads of the pool write to this tensor. They are not in inference mode,
-        # so the tensor must not be an inference tensor, even if this thread is.
+        # The threads of the pool write to `pixels`. They are not in inference mode, so
+        # `pixels` must not be an inference tensor, even if the calling thread is in
+        # inference mode.
         with torch.inference_mode(False):
             size = self.encoder.vision.image_size
             pixels = torch.zeros(len(rows), 3, *size, dtype=torch.uint8)
@@ -183,15 +184,16 @@ class OnlineFeatures:
 Features = StoredFeatures | OnlineFeatures
 """Patch features of the images of an index.
 
-The thread that makes batches calls `load`, which uses the CPU. The training step calls
-`finish` with the result, which uses the device. `fetch` does the work of both methods.
+The thread that makes batches calls `load`, which uses the CPU. The training step passes
+the result of `load` to `finish`, which uses the device. `fetch` does the work of both
+methods.
 """
 
 
 def unreadable_by_reason(run_dir: Path) -> dict[str, int]:
     """Return the number of images that the workers of a training run could not read, by
     reason. Images that could not be read before the run was resumed are counted too.
-    With stored features there are none.
+    With stored features, the result is empty, because no images are read.
     """
     values = [
         value

@@ -26,8 +26,9 @@ from edje_index.training.workers import WorkerGroup
 from storage_formats.codecs import BF16, Blocks
 from storage_formats.format.offset import Offset, estimate_offset
 
-# Number of training images that estimate the offset block. The noise of a mean of n
-# blocks adds about 1/n to the squared error of quantized tokens.
+# Number of training images from which the offset block, the mean of their blocks, is
+# estimated. The noise of a mean of n blocks adds about the fraction 1/n to the squared
+# error of quantized tokens.
 _OFFSET_IMAGES = 256
 _OFFSET_BATCH = 16
 
@@ -84,9 +85,10 @@ def finish_model(
     initial = None
     if init is not None and task.dev is not None:
         loaded = ModelBundle.load(init, device=str(device))
-        # The initial bundle scores the same pools, for comparison, and provides its
-        # pooled similarity. This is possible only if its vision tower and its language
-        # model have the same widths as in the trained bundle.
+        # The initial bundle scores the same pools, for comparison. It also provides the
+        # pooled similarity of the trained bundle, unless a new one is fitted. Both are
+        # possible only if the vision towers and the language models of the two bundles
+        # have the same widths.
         if (loaded.vision.patch_dim, loaded.joint.width) == (
             bundle.vision.patch_dim,
             bundle.joint.width,

@@ -30,7 +30,8 @@ _REGULARISATION = 0.01
 # Smallest factor of a part during the fit. It is not 0, because `FinalScore.sum` leaves
 # out parts with the weight 0, and raises an error if no part is left.
 _LEAST_FACTOR = 1e-9
-# smallest factor of the logit, as a fraction of the largest factor
+# The weights are relative to the factor of the logit. A smaller factor of the logit
+# than this fraction of the largest factor is replaced by this fraction.
 _LEAST_LOGIT = 1e-3
 # number of folds of the cross-validation
 _FOLDS = 5
@@ -166,7 +167,7 @@ def fit_weights(pools: DevPools) -> ScoreWeights:
     """Return the maximum-likelihood weights.
 
     The weight of the logit is 1. Weights are never negative. Queries without a relevant
-    candidate are ignored.
+    candidate are ignored. If this ignores all queries, the other weights are 0.
     """
     answered: Bools = np.any(pools.right, axis=1)
     if not answered.any():
@@ -199,8 +200,8 @@ def fit_weights(pools: DevPools) -> ScoreWeights:
             for part, factor in zip(columns, fitted, strict=True)
         }
         # All factors are divided by the factor of the logit, so that the weight of the
-        # logit is 1. If this factor is close to 0, the divisor is larger, which limits
-        # the other weights to 1 / _LEAST_LOGIT.
+        # logit is 1. If the factor of the logit is close to 0, a larger divisor is
+        # used, which limits the other weights to 1 / _LEAST_LOGIT.
         unit = max(factors[LOGIT], max(factors.values()) * _LEAST_LOGIT, 1e-9)
         weights = {part: factor / unit for part, factor in factors.items()}
         weights[LOGIT] = 1.0
@@ -239,9 +240,9 @@ def fit_calibration(scores: Scores, right: Bools) -> tuple[float, float] | None:
         right: True for candidates that are relevant to the query, bool [q, p].
 
     Returns:
-        (slope, offset) of the logit of the relevance. None if relevant candidates do
-        not have higher scores than other candidates, or if there are no candidates of
-        one of these kinds.
+        (slope, offset) of the relevance, which is the logistic function of slope *
+        final score + offset. None if the fitted slope is not positive, or if all or
+        none of the candidates are relevant.
     """
     has_other = ~right.all(axis=1)
     if not right.any() or not has_other.any():

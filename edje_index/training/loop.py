@@ -61,8 +61,9 @@ BETAS = (0.9, 0.999)
 MAX_BAD_STEPS = 10
 """Training fails if the gradients of this many steps in a row are not finite.
 
-A phase also fails if it ends with such steps, provided that they are at least two and
-more than 1 % of the steps of the phase.
+A phase also fails if it ends with at least two such steps in a row, and these are more
+than 1 % of the steps of the phase. A phase of a single step fails if the gradients of
+this step are not finite.
 """
 Record = dict[str, Any]
 # warm-up steps as a fraction of the alignment steps
@@ -90,7 +91,7 @@ class TrainTask:
         features: index with the features on which the adapter is trained. With online
             features, only the embeddings of this index are read.
         data: folder of the `TrainingData`, see `captions.prepare_captions`.
-        mining: index of the embeddings of the mining model.
+        mining: index that stores the image embeddings of the mining model.
         miner: path of the bundle of the mining model; None if the frozen towers mine
             hard negatives.
         steps: number of optimiser steps of the joint phase.
@@ -193,8 +194,9 @@ def run_worker(
 
     Args:
         group: rank of this worker, and number of workers.
-        should_stop: called after every step. If the result is True, the run saves a
-            checkpoint and stops.
+        should_stop: called after every step, and while captions are prepared. If the
+            result is True, the run saves a checkpoint, or keeps the finished shards of
+            captions, and stops.
         on_record: called with every log record, only on worker 0.
 
     Raises:
@@ -351,7 +353,7 @@ def _run_phase(
     evaluate_every: int = 0,
 ) -> None:
     """Run the phase `name`. If `state`, the last checkpoint, belongs to this phase, run
-    only the steps that follow it.
+    only the steps after this checkpoint.
 
     Args:
         write: adds a record to the log, on worker 0.
@@ -441,7 +443,7 @@ def _run_phase(
             skips_in_row = skips_in_row + 1 if is_bad else 0
             done = step + 1
             # A short phase may end before `MAX_BAD_STEPS` steps in a row are skipped.
-            # It also fails if its last steps are skipped and are more than `few`.
+            # So a phase also fails if it ends with more than `few` skipped steps.
             few = max(steps // 100, min(steps - 1, 1))
             has_diverged = done == steps and skips_in_row > few
             if has_diverged or skips_in_row >= MAX_BAD_STEPS:
@@ -611,7 +613,9 @@ def learning_rate(
     - "cosine": the learning rate falls along a cosine to `config.min_lr` at the last
       step.
 
-    A run that continues another run has no warm-up, unless `epochs_before` is 0.
+    If `config.min_lr` is higher than `config.lr`, both decays use `config.lr` instead
+    of `config.min_lr`. A run that continues another run has no warm-up, unless
+    `epochs_before` is 0.
     """
     epoch = epochs_before + step // steps_per_epoch
     # As in the published code, warm-up with the decay "epoch" ends after the first

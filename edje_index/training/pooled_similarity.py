@@ -23,14 +23,14 @@ from edje_index.training.features import Features
 from edje_index.training.random_streams import POOLING, stream
 from storage_formats.arrays import Ints
 
-# Largest number of images, which limits the memory. With 5 captions per image, the
-# bags of 4,000 words of all captions take 3 GB.
+# Largest number of images that the fit reads, which limits its memory. For 10,000
+# images with 5 captions each, the bags of words, with 4,000 words, take 3 GB.
 FIT_IMAGES = 10_000
 # a word is used if at least this many captions contain it
 MIN_CAPTIONS = 10
 MAX_WORDS = 4_000
-# Norm of the bag of words of a caption in the analysis. The norm of the mean hidden
-# state of a caption is about 1.
+# Norm of the bag of words of a caption in the canonical correlation analysis. The norm
+# of the mean hidden state of a caption is about 1, so the words have more influence.
 _WORDS_SHARE = 3.0
 _IMAGE_BATCH = 64
 _CAPTION_BATCH = 256
@@ -57,8 +57,8 @@ def fit_pooled_similarity(
         adapter: the trained adapter, which maps features [b, n, d_v] to tokens [b, m,
             d].
         joint: the joint encoder. Its language model reads the captions.
-        dim: maximum width of the pooled vectors. The width is smaller if the vectors of
-            the images or captions that the fit reads are shorter.
+        dim: maximum width of the pooled vectors. The width is smaller than `dim` if the
+            fit describes an image or a caption by fewer than `dim` numbers.
         on_progress: called with the name of the activity, the number of images and
             views that were read so far, and the number to read.
     """

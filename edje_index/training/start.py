@@ -145,8 +145,8 @@ def make_start(
         embeddings = joint.language_model.bert.embeddings
         count = MAX_TEXT_TOKENS + adapter.config.num_tokens
         table: nn.Embedding = embeddings.position_embeddings
-        # A row with image tokens may need more positions than the language model has.
-        # The additional positions are copies of the last position.
+        # An input row with image tokens may need more positions than the language model
+        # has. The embeddings of the additional positions are copies of the last one.
         if table.num_embeddings < count:
             embeddings.position_embeddings = nn.Embedding(count, table.embedding_dim)
             rows = torch.arange(count).clamp(max=table.num_embeddings - 1)
@@ -197,7 +197,7 @@ def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
         bert_config(folder / "config.json", vocab_size=vocabulary), tokenizer, embed_dim
     )
     target = joint.language_model.state_dict()
-    # The random weights of the language-model head stay if the file has no such head.
+    # If the file has no language-model head, the head keeps its random weights.
     state = {name: tensor for name, tensor in target.items() if name.startswith("cls.")}
     for short, tensor in (
         read_weights(path) if path.suffix == ".safetensors" else read_checkpoint(path)
@@ -205,8 +205,8 @@ def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
         name = short if short.startswith(("bert.", "cls.")) else f"bert.{short}"
         if name.endswith(_UNUSED) or (name.startswith("cls.") and name not in target):
             continue
-        # The file has no values for new token ids, such as that of <image>. Their
-        # values stay random.
+        # The file has no values for new token ids, such as that of <image>. The values
+        # for these token ids stay random.
         has_words = (
             name in (_WORD_EMBEDDINGS, _HEAD_BIAS) and len(tensor) == config.vocab_size
         )
@@ -254,9 +254,9 @@ def trained_part(adapter: Adapter) -> nn.Module:
 def feature_fingerprint(info: BundleInfo, trained: AdapterConfig) -> str:
     """Return the encoder fingerprint of an index of features.
 
-    The encoder of such an index is the vision tower of the bundle `info`, with the
-    adapter without weights that computes the training input of an adapter with the
-    configuration `trained`.
+    The encoder of such an index consists of the vision tower of the bundle `info` and
+    of an adapter without weights. The latter computes the features on which an adapter
+    with the configuration `trained` is trained.
     """
     features = trained.features(int(info.vision["num_patches"]))
     digest = hashlib.sha256(save(build_adapter(features).state_dict())).hexdigest()

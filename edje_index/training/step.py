@@ -212,7 +212,7 @@ class JointObjective(nn.Module):
         }
         self._step_tokens = step_tokens
         self._gather = gather
-        # in a tuple, so that PyTorch does not register the teacher as a submodule
+        # `Teacher` is not a PyTorch module, so its weights are not part of this module.
         self._teacher = (teacher,)
         head = joint.language_model.cls.predictions
         if not config.mlm_weight:
