@@ -262,8 +262,9 @@ def fit(index_path: Path, captions: Path, model: Path, bundle_json: Path) -> Non
 
 
 def check(index_path: Path, model: Path) -> None:
-    """Print the relevance of the first hit of each caption, and whether the first hit
-    is right, with the ranking by embeddings and with re-ranking.
+    """For each caption, print the first hit by embeddings, the first hit after
+    re-ranking, and the relevance of the latter. Then print how many first hits are
+    right with each ranking, and how high the relevances of right and wrong hits are.
     """
     index = TokenIndex.open(index_path, model)
     without = WITHOUT_MATCH.strip().replace("\n", "|").split("|")

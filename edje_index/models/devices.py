@@ -110,8 +110,8 @@ def fused_on_cuda(
             nonlocal kernel
             first: Any = args[0]
             if first.device.type == "cuda" and is_large(first):
-                # torch.compile is called here, because it imports the compiler, which
-                # takes seconds.
+                # torch.compile imports the compiler, which takes seconds, so it is
+                # called only when the kernel is used for the first time.
                 kernel = kernel or torch.compile(function, dynamic=dynamic)
                 try:
                     return kernel(*args, **kwargs)

@@ -2,8 +2,7 @@
 
 All sizes come from the files ``config.json`` and ``preprocessor_config.json``. For
 values that these files leave out, the defaults of transformers are used. The outputs
-equal those of
-``SiglipModel`` of transformers up to rounding.
+equal those of ``SiglipModel`` of transformers up to rounding.
 """
 
 from __future__ import annotations

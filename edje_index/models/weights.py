@@ -262,8 +262,13 @@ def read_weights_files(files: Sequence[Path]) -> tuple[State, Json]:
 
 @contextmanager
 def limited_by(weights: Path, *more: Path) -> Iterator[None]:
-    """Context manager that limits the tensors created in the context to the size of
-    the file `weights`, and of the files `more` of the same model.
+    """Context manager that limits the number of tensors created in the context, and the
+    number of their elements. The limits grow with the total size of the file `weights`
+    and of the files `more` of the same model.
+
+    Raises:
+        ModelError: a limit is exceeded, or the model cannot be built for another
+            reason.
     """
     try:
         length = sum(file.stat().st_size for file in (weights, *more))

@@ -44,7 +44,7 @@ changes the embeddings by rounding errors, so it does not depend on the number o
 workers.
 """
 # Number of shards, unless `SHARD_CAPTIONS` requires fewer or more. A small dev set is
-# also divided into shards, so that all workers prepare captions of it.
+# also divided into several shards, so that several workers prepare its captions.
 _SHARDS = 32
 
 _TABLE = "captions.arrow"

@@ -22,8 +22,8 @@ from storage_formats.atomic import Json, fsync_path, replacing, write_bytes_atom
 KEEP = 2
 LOG = "log.jsonl"
 DEV = "dev"
-# Key of a log record: the mean of the R@1 of both directions on the dev captions.
-# Checkpoints are ranked by this value.
+# Key, in a log record, of the mean of the R@1 of both directions on the dev captions.
+# This mean decides which checkpoints count as the best.
 RECALL = "recall"
 # File name of a checkpoint. Its groups are the number of the phase and that of steps.
 _NAME = re.compile(r"(\d{2})-(\d{9})\.pt")

@@ -327,8 +327,9 @@ class TrainConfig(Settings):
         return self
 
     def _problems(self) -> dict[str, bool]:
-        """Check for contradictions between settings. Each key describes a contradiction
-        in one line. Its value is True if the settings contain this contradiction.
+        """Return all possible contradictions between settings. Each key describes a
+        contradiction in one line. The value of a key is True if the settings contain
+        this contradiction.
         """
         loop = self.loop
         return {

@@ -30,8 +30,8 @@ _REGULARISATION = 0.01
 # Smallest factor of a part during the fit. It is not 0, because `FinalScore.sum` leaves
 # out parts with the weight 0, and raises an error if no part is left.
 _LEAST_FACTOR = 1e-9
-# The weights are relative to the factor of the logit. A smaller factor of the logit
-# than this fraction of the largest factor is replaced by this fraction.
+# The weights are the factors of the parts divided by the factor of the logit, but at
+# least by this fraction of the largest factor.
 _LEAST_LOGIT = 1e-3
 # number of folds of the cross-validation
 _FOLDS = 5
@@ -64,7 +64,7 @@ class DevPools:
         )
 
     def scores(self, weights: ScoreWeights) -> Scores:
-        """Compute the final score of each pool entry, float32 [q, p]."""
+        """Compute the final score of each candidate in each pool, float32 [q, p]."""
         scores: Scores = FinalScore.of(weights).sum(self.parts)
         return scores
 

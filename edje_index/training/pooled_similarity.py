@@ -26,7 +26,7 @@ from storage_formats.arrays import Ints
 # Largest number of images that the fit reads, which limits its memory. For 10,000
 # images with 5 captions each, the bags of words, with 4,000 words, take 3 GB.
 FIT_IMAGES = 10_000
-# a word is used if at least this many captions contain it
+# The bags of words contain a word only if at least this many captions contain it.
 MIN_CAPTIONS = 10
 MAX_WORDS = 4_000
 # Norm of the bag of words of a caption in the canonical correlation analysis. The norm
@@ -35,7 +35,8 @@ _WORDS_SHARE = 3.0
 _IMAGE_BATCH = 64
 _CAPTION_BATCH = 256
 # These values were chosen on the dev captions of Flickr8k. A ridge is a fraction of the
-# mean variance. `POWER` is an exponent of the canonical correlations.
+# mean variance. `POWER` is the exponent of the canonical correlations, see
+# `canonical_maps`.
 PATCH_RIDGE = 0.1
 CAPTION_RIDGE = 0.1
 TOKEN_RIDGE = 0.01

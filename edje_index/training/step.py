@@ -182,7 +182,8 @@ class JointObjective(nn.Module):
     recovery and distillation.
 
     The adapter reads only the images of the worker's own positive pairs, as in the
-    published code. The negative images are images of the positive pairs of all workers.
+    published code. The negative images are images of the positive pairs of all workers,
+    whose tokens come from `gather`.
 
     Args:
         adapter, joint: modules to train. Heads that no loss uses are frozen, which
@@ -332,7 +333,7 @@ class AlignmentObjective(nn.Module):
     tokens of the adapter and the words of captions.
     """
 
-    # All word embeddings contain their mean, so the mean carries no information. It is
+    # The mean of all word embeddings does not help to tell words apart. It is therefore
     # subtracted from word embeddings and tokens before they are compared.
     words: Tensor
     mean: Tensor
