@@ -190,15 +190,16 @@ def parquet_rows(
     rows: int,
     leaves: list[str] | None = None,
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield the values of the columns `names` of each row of an open Parquet file, as
+    """For each row of an open Parquet file, yield the values of the columns `names` as
     Python objects.
 
     A class label of Hugging Face Datasets becomes the name of the class. A text that is
-    not UTF-8 becomes bytes. A value that no Python type can hold becomes text.
+    not UTF-8 becomes bytes. A value that no Python type can hold becomes text, or empty
+    bytes if it cannot be converted to text.
 
     Args:
         file: open Parquet file.
-        names: columns of the result, in its order.
+        names: names of the columns, in the order in which the values are yielded.
         rows: number of rows to read at once.
         leaves: paths of the Parquet columns to read, if only parts of structs are
             needed. None reads `names` completely.
@@ -215,7 +216,8 @@ def parquet_rows(
             except (ValueError, OverflowError):
                 values.append(list(map(_python_value, column)))
             classes = features.get(name, {}).get("names")
-            # A label outside the range, such as -1, stands for no label.
+            # A label that is not the number of a class, such as -1, means that the row
+            # has no label.
             if isinstance(classes, list) and pa.types.is_integer(column.type):
                 values[-1] = [
                     classes[label] if label in range(len(classes)) else None

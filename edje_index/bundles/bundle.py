@@ -303,7 +303,7 @@ def _check_fit(bundle: ModelBundle) -> None:
             f" of the vision tower {name} have width {vision.patch_dim}: use the vision"
             " tower that the adapter was trained with"
         )
-    # These adapters make one token per patch.
+    # Adapters of these two kinds make one token per patch.
     keeps_all = adapter.kind in (LOCAL, PATCHES)
     if (keeps_all and adapter.num_tokens != vision.num_patches) or (
         adapter.kind in REDUCTIONS and adapter.num_tokens > vision.num_patches

@@ -203,11 +203,12 @@ def load_published_checkpoint(
     Args:
         checkpoint: file or directory with the weights, or ``hf://ORG/REPO[@REVISION]``.
             The weights are a checkpoint of the published training code, a
-            ``pytorch_model.bin`` or safetensors files, under the published names or
-            these names after a common prefix.
+            ``pytorch_model.bin``, or safetensors files. Their tensors have the
+            published names, or the published names after a common prefix.
         tokenizer_dir: directory with the tokenizer and the ``config.json`` of the joint
-            encoder. By default, the directory ``tokenizer/`` beside the weights, or the
-            language model that the checkpoint names.
+            encoder. The default is the directory ``tokenizer/`` beside the weights.
+            Without such a directory, it is the directory of the weights if this has a
+            tokenizer, and otherwise the language model that the checkpoint names.
         vision_heads: number of attention heads of the vision tower. A compressed
             adapter has the same number. The default is the number in the configuration
             of the vision tower that the checkpoint names.
@@ -503,8 +504,8 @@ def import_checkpoint(
             ``hf-hub:ORG/REPO`` or ``local-dir:DIRECTORY``, or a directory or
             ``hf://ORG/REPO`` with towers of open_clip or SigLIP towers of transformers.
             None means the repository that the configuration or the model card of the
-            checkpoint names. If they name none, it means the repository of the towers
-            in the model of the EDJE authors.
+            checkpoint names. If neither names a repository, None means the towers of
+            the EDJE authors' model.
         out: new directory for the bundle.
         tokenizer_dir: as for `load_published_checkpoint`.
         text_tokenizer_dir: directory with the tokenizer of the text tower. This

@@ -285,7 +285,7 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
             fingerprint=str(content["fingerprint"]),
             encoder_fingerprint=str(content["encoder_fingerprint"]),
         )
-        # raises ValueError for invalid numbers
+        # These two lines only check the numbers. Invalid numbers raise ValueError.
         _ = info.pooled_similarity, info.logit_range, info.bfloat16_recall_change
         _ = [int(file["bytes"]) for file in info.files.values()]
         fingerprints = (

@@ -45,7 +45,7 @@ from open_clip.transform import PreprocessCfg  # noqa: E402
 NOTES = "untrained: random weights; scores and the order of results have no meaning"
 # special tokens, in the order of `SPECIAL_TOKEN_NAMES`
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-# end of the entries in open_clip's vocabulary that end a word
+# suffix of an entry in open_clip's vocabulary, if a word ends with this entry
 WORD_END = "</w>"
 
 
@@ -92,7 +92,9 @@ TINY = UntrainedSizes(
     language_heads=2,
     language_words=500,
 )
-"""Sizes for tests: 4 x 16 blocks, embeddings of width 24, images of 32 x 32 pixels."""
+"""Sizes for tests. A block has 4 tokens of width 16, an embedding has the width 24, and
+an image has 32 x 32 pixels.
+"""
 
 
 def create_untrained_bundle(
@@ -198,8 +200,8 @@ def untrained_tokenizer(words: int) -> JointTokenizer:
     """Make a WordPiece tokenizer with ``words`` entries from the vocabulary of
     open_clip, without a download.
 
-    Special tokens, punctuation and single letters are added to these entries. The last
-    entry is ``<image>``.
+    Special tokens, punctuation, single letters and digits are added to these entries.
+    The last entry is ``<image>``.
     """
     # In the vocabulary of open_clip, an entry that ends a word ends with ``</w>``. It
     # becomes a whole word. All other entries become pieces that continue a word

@@ -38,7 +38,7 @@ def silent(text: str) -> None:
 _TEXT_SUFFIXES = (".json", ".txt", ".model", "README.md")
 # suffixes of weights files, the most preferred first
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt")
-# end of the name of one file of sharded weights, without the suffix
+# pattern of the end of the name of a shard of weights, without the file suffix
 _SHARD = re.compile(r"-\d+-of-(\d+)$")
 # beginnings of the names of files that training code saves beside the weights
 _OTHER_STATES = ("optimizer", "rng_state", "scheduler", "training_args")
@@ -51,7 +51,8 @@ class Source:
 
     Attributes:
         folder: directory of the files.
-        label: name of the source for messages, with the commit of a repository.
+        label: name of the source for messages. For a repository, it contains the
+            commit.
         names: names of the files, relative to `folder`.
         file: name of the weights file, if the user named a file; None if `weights`
             chooses the file.
@@ -152,8 +153,9 @@ def open_source(
     are downloaded.
 
     Args:
-        source: a weights file, whose directory is used, too; a directory; or a URL
-            ``hf://ORG/REPO``. A `Source` is returned unchanged.
+        source: path of a weights file, whose directory has the other files of the
+            model; path of a directory; or a URL ``hf://ORG/REPO``. A `Source` is
+            returned unchanged.
         choose: function that returns the names of the files to download, given the
             names of all files and the label of the source.
         say: receives a line before a download.
@@ -342,8 +344,8 @@ def hub_errors(action: str, remedy: str | None = None) -> Iterator[None]:
 
 
 def _whole(name: str) -> str:
-    """Return `name` without the shard number. All shards of a file have the same
-    result, and a file that is not sharded has its own name.
+    """Return `name` without the shard number, which is the same for all shards of a
+    file. The name of a file that is not sharded is returned unchanged.
     """
     path = PurePosixPath(name)
     return str(path.with_name(f"{_SHARD.sub('', path.stem)}{path.suffix}"))

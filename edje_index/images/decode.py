@@ -64,7 +64,8 @@ that the file may be a decompression bomb.
 
 MAX_ASPECT_RATIO = 256
 """Largest ratio of the longer side of an image to its shorter side. The limit bounds
-the size of an image whose shorter side is resized to that of the vision tower.
+the longer side of the resized image, whose shorter side gets the length that the vision
+tower needs.
 """
 
 TRUNCATED = "truncated"
@@ -121,8 +122,8 @@ _REASONS_OF_MESSAGES = (
     ("truncat|unexpected end|EOF", TRUNCATED),
     ("unknown pixel mode|unsupported", "unsupported-image"),
 )
-# `Image.fromarrow` makes an image in memory that belongs to Arrow. Pillow 12 crashes
-# when such an image is converted to an Arrow array again.
+# True if `Image.fromarrow` may be used, which makes an image in memory that belongs to
+# Arrow. Pillow 12 crashes when such an image is converted to an Arrow array again.
 _SHARES_MEMORY = int(PIL.__version__.partition(".")[0]) >= 13
 # the entry in `warnings.filters` that ignores the warnings of Pillow
 _WARNINGS = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
@@ -268,7 +269,7 @@ def _decode_jpeg(image: ImageFile.ImageFile, data: bytes) -> Image.Image | None:
     Returns:
         The RGB image. None if Pillow must decode the file. This is so for all formats
         but JPEG, for CMYK, and if the version of Pillow is below 13. It is also so for
-        a damaged file: Pillow names the damage, or decodes a part.
+        a damaged file, because Pillow reports the damage or decodes the readable part.
     """
     import pyarrow as pa
     import simplejpeg
@@ -292,7 +293,7 @@ def _decode_jpeg(image: ImageFile.ImageFile, data: bytes) -> Image.Image | None:
 
 def _format_to_decode(data: bytes) -> str:
     """Return Pillow's name of the format of an image file. Raise ImageError if this
-    package does not decode it.
+    package does not decode the format.
     """
     if not data:
         raise ImageError("empty", "0 bytes")
@@ -340,7 +341,7 @@ def decode_partial(
 
     Raises:
         ImageError, MemoryError: as in `decode_rgb`. The reason is "truncated" only if
-            the file ends before its first pixel.
+            no part of the truncated file can be decoded.
     """
     try:
         return decode_rgb(data, max_pixels), None
@@ -440,7 +441,8 @@ def _from_16_bits(image: Image.Image) -> _ToBytes:
     """
     tags: Any = getattr(image, "tag_v2", {})
     bits = max(tags.get(_TIFF_BITS, (16,)))
-    # In such a TIFF, 0 is white and the largest value is black.
+    # The photometric interpretation 0 of a TIFF means that the value 0 is white and the
+    # largest value is black.
     white_is_zero = tags.get(_TIFF_PHOTOMETRIC) == 0
 
     def to_bytes(band: NDArray[Any]) -> NDArray[np.uint8]:
@@ -457,9 +459,9 @@ def _from_16_bits(image: Image.Image) -> _ToBytes:
 
 def _from_32_bits(image: Image.Image) -> _ToBytes:
     """Return a function that converts the 32-bit samples of `image` to bytes."""
-    # Integers between 0 and 65535 are 16-bit samples, because Pillow opens 16-bit PGM
-    # files in this mode. In other formats than PGM, they are 8-bit samples if none of
-    # them is above 255.
+    # Pillow opens 16-bit PGM files with 32-bit integers. If all integers are between 0
+    # and 65535, they are therefore taken as 16-bit samples. In other formats than PGM,
+    # they are taken as 8-bit samples if none of them is above 255.
     # Floats between 0 and 1 are fractions of white.
     # All other values are scaled linearly: the maximum becomes white, and the minimum
     # becomes black. If the minimum is above 0, the value 0 becomes black instead.

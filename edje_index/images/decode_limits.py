@@ -81,7 +81,9 @@ _MAX_SAMPLES_PER_BYTE = 8
 # version, in boxes nested to any depth. The tables are therefore searched by name in
 # all parts of the file but samples and texts.
 _TABLE = re.compile(rb"stsz|stz2|stsc|trun|cmov.{4}dcomzlib", re.DOTALL)
-# Boxes in which the boxes `_TEXTS` can be. FFmpeg reads no boxes inside texts.
+# `_TEXTS` has the beginnings of the names of boxes with texts, and `_CONTAINERS` the
+# names of the boxes that can contain boxes with texts. FFmpeg does not look for boxes
+# inside a text.
 _CONTAINERS = (b"moov", b"udta", b"ilst")
 _TEXTS = (b"\xa9", b"desc", b"ldes", b"uuid")
 
@@ -207,8 +209,8 @@ def check_samples(data: bytes) -> None:
             raise TooExpensiveError(
                 "the index of the video is compressed, so its size is unknown"
             )
-        # `first` entries of three numbers. The second of the three is the number of
-        # samples in each chunk.
+        # The table "stsc" has `first` entries of three numbers each. The second number
+        # of an entry is the number of samples in each chunk.
         if kind == b"stsc":
             chunk_tables += 1
             entries = max(0, min(first, (len(data) - at - 8) // 12))
@@ -226,8 +228,9 @@ def check_samples(data: bytes) -> None:
                     f"the video declares {first} groups of chunks of {most} samples"
                 )
         elif kind == b"stsz" and first:
-            # All samples have the size `first`, which is usual in uncompressed audio.
-            # Their number may be large, so their bytes are counted instead.
+            # All samples have the size `first`. This is usual in uncompressed audio,
+            # which can have a very large number of samples. Therefore the limit here
+            # is on the bytes of the samples, and not on their number.
             sample_bytes += first * second
         else:
             samples += first if kind == b"trun" else second

@@ -1,5 +1,5 @@
-"""Decodes an input to frames. The settings give the number of frames of a clip. The one
-frame of an image is repeated to the same number.
+"""Decodes an image or a clip to the number of frames that the settings give. An image
+has only one frame, which is repeated.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from edje_index.images.transient import retry
 
 FAIL = "fail"
 LOAD = "load"
-"""Values of `DecodeSettings.truncated`. A truncated image is reported as failed, or its
-readable part is loaded.
+"""Values of `DecodeSettings.truncated`. With `FAIL`, a truncated image fails. With
+`LOAD`, its readable part is loaded.
 """
 
 Pixels = TypeVar("Pixels")

@@ -1,9 +1,9 @@
 """Resizes and crops a decoded image for the vision tower, bit for bit as open_clip does
 with Pillow 13.
 
-The resulting pixels are bytes, because bytes take a quarter of the memory and of the
-copying of float32. `edje_index.indexing.image_encoder` normalises a whole batch on the
-device of the model.
+The resulting pixels are bytes, because float32 would take four times as much memory and
+four times as long to copy. `edje_index.indexing.image_encoder` normalises a whole batch
+on the device of the model.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Preprocessor:
         return Image.fromarray(self.pixels(image)[:, :, :3].copy())
 
     def pixels(self, image: Image.Image) -> NDArray[np.uint8]:
-        """Return the pixels that `resize` returns as an array [height, width, 4]. The
+        """Return the same pixels as `resize`, but as an array [height, width, 4]. The
         last byte of a pixel has no meaning. The next call in this thread may overwrite
         the array.
         """

@@ -2,7 +2,7 @@
 
 `ARCHIVES` lists the kinds of archives. To add a kind, write a class like `ZipArchive`,
 and add an entry to `ARCHIVES`. If the class reads only headers to list the members, add
-its suffix to `ArchiveSource` in `pipelines.sources.packed`, too.
+the suffix of the new kind to `ArchiveSource` in `pipelines.sources.packed`, too.
 """
 
 from __future__ import annotations
@@ -314,8 +314,8 @@ def members_with_sidecars(
     files by suffix. The content is None for a metadata file that cannot be used.
 
     `join_sidecars` defines which metadata files belong to a member. These files are not
-    yielded as members. All members are listed first, because the metadata files may
-    come after all images.
+    yielded as members. All members are listed before the first is yielded, because the
+    metadata files may come after all images.
 
     Raises:
         ImageError: the archive is damaged. The members before the damage are yielded
@@ -405,7 +405,8 @@ class Container:
     Attributes:
         kind: a key of `ARCHIVES`, or "parquet".
         length: number of bytes of the file when the plan was made.
-        column: name of the column of a Parquet file that holds the images.
+        column: name of the column with the images in a Parquet file; empty for an
+            archive.
     """
 
     kind: str

@@ -108,7 +108,8 @@ def read_shard_inputs(
     Raises:
         OSError, MemoryError: the file cannot be read now, for example because the disk
             fails.
-        CorruptIndexError: the file is missing or damaged, or lists other rows.
+        CorruptIndexError: the file is missing or damaged, or does not list the rows of
+            `shard`.
     """
     path = layout.input_list(shard * spec.shard_size // _rows_per_file(spec.shard_size))
     rows = spec.shard_rows(shard)

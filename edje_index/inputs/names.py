@@ -56,10 +56,10 @@ def join_sidecars(names: Iterable[bytes], clips: bool) -> dict[bytes, dict[str, 
     """Return a dictionary from the name of each input to the names of its metadata
     files by suffix. The same rule holds for a directory, a tar and a zip.
 
-    NAME.txt and NAME.json belong to the input NAME.jpg, or NAME with any other image
-    suffix or none. If there is no such input, they belong to all inputs of the sample
-    NAME, for example to NAME.left.jpg and NAME.right.jpg. Names that begin with a dot
-    are left out.
+    NAME.txt and NAME.json belong to the input NAME.jpg, or to NAME with another input
+    suffix or without a suffix. If there is no such input, they belong to all inputs of
+    the sample NAME, for example to NAME.left.jpg and NAME.right.jpg. Names that begin
+    with a dot are left out.
     """
     inputs_of_name: dict[bytes, list[bytes]] = {}
     inputs_of_sample: dict[bytes, list[bytes]] = {}

@@ -31,8 +31,8 @@ MAX_READ = 1 << 30
 """Largest number of bytes that a parser may read at once, to bound its memory.
 
 The limit is high, because some valid files need large reads: for the list of members of
-a zip, and for a Parquet file with all images in one page. A size beyond the end of the
-file is cut to the end before it is compared with the limit.
+a zip, and for a Parquet file with all images in one page. If a read goes beyond the end
+of the file, only the bytes before the end count for the limit.
 """
 
 BLOCK_BYTES = 1 << 20
@@ -48,8 +48,10 @@ threads read slightly out of order.
 """
 
 NEAR = 64
-"""If a requested position is at most this number of positions ahead, the stream is read
-on to it. Only for a position further ahead, the stream begins again at a later start.
+"""Number of positions that are skipped by reading on. If a requested position is at most
+this far after the last position that was read, the stream is read on to it. If it is
+further ahead, the stream begins again at the last possible start before it, unless this
+start was passed already.
 """
 
 
@@ -102,8 +104,8 @@ class RangedFile(io.RawIOBase):
             ]
         )
         if position < 0:
-            # Other file objects raise OSError, too. `zipfile` relies on it: in a short
-            # file, it seeks to a position before the first byte.
+            # Other file objects raise OSError, too. `zipfile` relies on this error,
+            # because it seeks to a position before the first byte of a short file.
             raise OSError(f"the position {position} is before the first byte")
         self._position = position
         return position
@@ -234,7 +236,9 @@ class BlockReader:
         number: int,
         last: int,
     ) -> bytes:
-        """Return block `number`. The caller needs the blocks up to `last` next."""
+        """Return block `number`. Afterwards, the caller needs the following blocks, up
+        to and including block `last`.
+        """
         while True:
             with self._lock:
                 earlier = self._blocks.get(number)
@@ -296,16 +300,16 @@ class StreamItem(NamedTuple):
 class StreamWindow:
     """The latest items of a stream that can only be read forward. Thread-safe.
 
-    If several threads wait, the thread with the lowest position reads first. The stream
-    begins again in three cases: a position is before the kept items (at least the last
-    `KEPT_BYTES`), a position is far ahead (see `NEAR`), or the last read failed with an
-    error of the operating system.
+    About `KEPT_BYTES` bytes of items are kept. If several threads wait, the thread with
+    the lowest position reads first. The stream begins again in three cases: the
+    requested position is before the kept items, it is far ahead (see `NEAR`), or the
+    last read of the stream raised an exception.
 
     Args:
         starts: the positions at which the stream can begin, ascending from 0.
-        begin: function with an index n of `starts`. It returns an iterator over the
-            items from position `starts[n]` on, as (number of positions, data). The
-            iterator raises ImageError if the stream is damaged.
+        begin: function that gets a number n and returns an iterator over the items of
+            the stream from position `starts[n]` on. Each item is a tuple (number of
+            positions, data). The iterator raises ImageError if the stream is damaged.
     """
 
     def __init__(
@@ -318,7 +322,8 @@ class StreamWindow:
         self._changed = threading.Condition()
         self._waiting: list[tuple[int, int]] = []
         self._is_held = False
-        # Index of a part in `starts` -> (the first position that cannot be read, error)
+        # Part n of the stream begins at `starts[n]`, and ends where the next part
+        # begins. This is: n -> (first position of part n that cannot be read, error).
         self._damages: dict[int, tuple[int, ImageError]] = {}
         self._restart(0)
 
@@ -335,7 +340,8 @@ class StreamWindow:
         stop: int,
     ) -> list[StreamItem]:
         """Return the items that overlap with the positions [first, stop), or fewer if
-        the stream ends earlier. Raises ImageError if the stream is damaged there.
+        the stream ends earlier. Raises ImageError if damage makes one of these
+        positions unreadable.
         """
         part = bisect.bisect_right(self._starts, first) - 1
         start = self._starts[part]

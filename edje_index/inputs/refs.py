@@ -155,9 +155,9 @@ def read_bytes(ref: InputRef) -> bytes:
                     ) from error
             raise
         except UnreachableError as error:
-            # A list can name many web servers, and some may not exist any more. Only
-            # the inputs on such a server fail. For all other servers, `retry` repeats
-            # the request.
+            # A list can name many web servers, and some may not exist any more. If a
+            # web server does not respond, only the files that the list names on it
+            # fail. For an object store or for a container, `retry` repeats the request.
             if (
                 ref.container is not None
                 or scheme_of(os.fsdecode(ref.path)) not in WEB_SCHEMES

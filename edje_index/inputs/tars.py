@@ -208,8 +208,8 @@ class TarArchive:
         """Yield (length, content) of the chunks of the decompressed archive. Errors of
         the operating system stay unchanged.
         """
-        # The decompressor gets a file object of its own, because it may close this
-        # object.
+        # The decompressor may close the file object that it reads. Therefore it gets a
+        # file object of its own.
         compressed = RangedFile(self._file.pread, self._file.length)
         end = 0
         try:

@@ -34,8 +34,8 @@ from storage_formats.format.rows import INDEXED, read_index_rows
 from storage_formats.remote.urls import IndexLocation, is_url
 
 MAX_PHOTO_BYTES = 1 << 26
-"""Largest number of bytes of a photo with a thumbnail. The limit bounds time and
-memory.
+"""Largest number of bytes of a photo file. A larger photo gets no thumbnail, to bound
+time and memory.
 """
 
 DEFAULT_SIDE = 256
@@ -136,6 +136,8 @@ def read_photo(row: Json) -> bytes:
         ImageError: the row is not indexed, or its photo cannot be read, has no hash in
             the index, or has changed since it was indexed. For a row that is not
             indexed, `ImageError.reason` is the status of the row.
+        TransientInputError, OSError, MemoryError: the photo cannot be read for a reason
+            that may be temporary.
     """
     if row["status"] != INDEXED:
         raise ImageError(row["status"], row["reason"] or "see the rows table")

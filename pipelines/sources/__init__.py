@@ -431,8 +431,8 @@ def expand_braces(pattern: str) -> list[str]:
     """Return all names that `pattern` expands to, in order. Braces are as in shells and
     WebDataset, for example `{0000..0127}` or `{train,val}`.
 
-    A range can count down. If a bound of a range starts with 0, all numbers of the
-    range are padded with zeros to the width of the longer bound.
+    A range can count down. If a bound of a range has a leading zero, such as `01`, all
+    numbers of the range are padded with zeros to the width of the longer bound.
     """
     parts: list[list[str]] = []
     end = 0
@@ -471,8 +471,9 @@ def _real_path(source: Source) -> bytes:
 
 
 def _contained(sources: Sequence[Source]) -> Iterator[tuple[Source, Source]]:
-    """Yield (source, other) for each source that is the same as an earlier source
-    `other`, and for each source whose inputs `other`, a directory, reads, too.
+    """Yield (source, other) for each source whose inputs `other` lists, too. Here,
+    `other` is either the first source with the same path, or a directory that contains
+    `source`.
     """
     source_of_path: dict[bytes, Source] = {}
     for source in sources:
@@ -484,8 +485,9 @@ def _contained(sources: Sequence[Source]) -> Iterator[tuple[Source, Source]]:
         for path, source in source_of_path.items()
         if isinstance(source, FolderSource)
     }
-    # The file names in each directory with a packed source. One directory can have
-    # thousands of such sources, and is listed once.
+    # Directory -> names of its files, for directories that contain archives or Parquet
+    # files from `sources`. A directory can contain thousands of them, but is listed
+    # only once.
     names_in: dict[bytes, list[bytes]] = {}
     for path, source in source_of_path.items():
         parents = [os.path.dirname(path)]

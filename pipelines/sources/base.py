@@ -307,7 +307,8 @@ def listed_input(value: Any, directory: bytes) -> InputRef | None:
     valid path or URL, or if it is a URL with credentials.
 
     Args:
-        value: the entry of a list that names the input.
+        value: path or URL of the input, as read from a list: a text, bytes, or a value
+            of another type, which is not valid.
         directory: directory or URL at which relative paths start. If it is a URL, the
             list is on a server and cannot name local files.
     """
@@ -385,8 +386,8 @@ def problem_of(error: Exception) -> str:
 
 
 def lost_file(source: Source, error: Exception) -> InputRef:
-    """Return the input that replaces the remaining inputs of an archive or Parquet
-    file, after it cannot be read any further because of `error`.
+    """Return one input with a `problem`. If `error` ends the reading of an archive or
+    Parquet file early, this input replaces all inputs of the file that were not listed.
 
     Raises:
         UsageError: a server refuses the file or does not have it, so that all images in

@@ -68,13 +68,14 @@ the first of these names that the table has.
 """
 
 MORE_FIELDS = "(fields without a column)"
-# the name under which the entries of text and caption files have their path
+# the name of the path among the values of an entry of a text or caption file
 _PATH = "path"
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
-# bytes; a longer line of a text file is an entry without a valid path
+# Largest number of bytes of a line of a text file. A longer line is an entry without a
+# valid path.
 _MAX_LINE = 1 << 16
 _PARQUET_BATCH = 8192
-# number of lines of a JSON Lines file whose names are taken as its columns
+# The columns of a JSON Lines file are all names in this number of lines at its start.
 _LINES_WITH_COLUMNS = 1000
 
 _Entry: TypeAlias = tuple[int, dict[Any, Any]]
@@ -241,11 +242,12 @@ class ListSource(Source):
                 if len(row or []) > len(names):
                     self.ignored.count(MORE_FIELDS)
                 yield number, values
-            # The last row has too few fields, so the end of the file is missing.
+            # If the last row has too few fields, the end of the file may be missing.
             if len(row or names) < len(names):
                 self.ignored.count(UNREADABLE)
         else:
-            # A file name need not be UTF-8. Its other bytes become surrogates.
+            # A file name in the list need not be UTF-8. Bytes that are not UTF-8 become
+            # surrogates.
             for number, value, _ in read_json_lines(
                 self._file, decode_errors="surrogateescape"
             ):

@@ -50,7 +50,8 @@ from storage_formats.threads import ordered_map
 
 NO_IMAGE = "(row without an image)"
 _FILES_AT_ONCE = 8
-# rows of a Parquet file in a batch without and with the bytes of images
+# Number of rows of a Parquet file that are read at once: `_ROWS_WITH_IMAGES` if the
+# bytes of the images are read, too, and `_ROWS` otherwise.
 _ROWS = 256
 _ROWS_WITH_IMAGES = 8
 # largest number of values of a column that are compared with image formats
@@ -215,8 +216,8 @@ class ParquetImagesSource(Source):
         """Yield (has_bytes, path, metadata) for each row. `has_bytes` is False if the
         bytes of the image are null, and `path` is the path in the struct.
 
-        The image bytes are read only if the column may contain nulls. The statistics of
-        the file tell this.
+        The image bytes are read only if the column may contain nulls, according to the
+        statistics in the Parquet file.
         """
         names = metadata_columns(parquet.schema_arrow, column, self.ignored)
         index = [
@@ -339,8 +340,8 @@ def _holds_images(parquet: Any, name: str) -> bool:
             others += 1
             if others == _ROWS_TO_TRY:
                 return False
-    # All `bytes` are null or empty. The images are then in the files that the field
-    # `path` of the struct names.
+    # If all values are null or empty, a binary column holds no images. For a struct
+    # column, the images are then in the files that its field `path` names.
     return leaf != name and not others
 
 
