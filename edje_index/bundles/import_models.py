@@ -207,8 +207,9 @@ def load_published_checkpoint(
             published names, or the published names after a common prefix.
         tokenizer_dir: directory with the tokenizer and the ``config.json`` of the joint
             encoder. The default is the directory ``tokenizer/`` beside the weights.
-            Without such a directory, it is the directory of the weights if this has a
-            tokenizer, and otherwise the language model that the checkpoint names.
+            Without such a directory, it is the directory of the weights if this one
+            contains a tokenizer, and otherwise the language model that the checkpoint
+            names.
         vision_heads: number of attention heads of the vision tower. A compressed
             adapter has the same number. The default is the number in the configuration
             of the vision tower that the checkpoint names.
@@ -390,7 +391,7 @@ def _language(
     read: _Checkpoint, tokenizer_dir: str | Path | None, say: Say
 ) -> tuple[Path, Path | Json]:
     """Return (directory with the tokenizer of the joint encoder, BERT configuration of
-    the joint encoder). The configuration is a path or the content of the file.
+    the joint encoder). The configuration is the path of a JSON file or its content.
     """
     source = read.source
     beside = source.folder / "tokenizer"

@@ -76,8 +76,8 @@ _STILL_BRANDS = (
 )
 # FFmpeg's names of the decoders of `CODECS`
 _DECODERS = (*sorted(CODECS), "libdav1d", "libvpx", "libvpx-vp9")
-# FFmpeg gets a limit on the pixels of a frame that is higher by this number, because
-# decoders round the sides of a frame up before they check the limit.
+# The limit that FFmpeg gets for the pixels of a frame is higher than `max_pixels` by
+# this number, because decoders round the sides of a frame up before they check it.
 _PADDING_PIXELS = 1 << 20
 # Signs of the elements a, b, c and d of the display matrix (ISO/IEC 14496-12) -> the
 # operation that turns a frame upright
@@ -218,7 +218,7 @@ def _choose(
     shown: list[int] = []
     # presentation time of a key frame -> the time with which PyAV seeks to the frame
     seek_to: dict[int, int] = {}
-    # The packets of the stream contain the times, so that no frame is decoded here.
+    # No frame needs to be decoded here, because the packets contain the times.
     for number, packet in enumerate(container.demux(stream)):
         if number > MAX_CLIP_FRAMES:
             raise TooExpensiveError(f"the clip has more than {MAX_CLIP_FRAMES} frames")

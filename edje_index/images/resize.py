@@ -75,7 +75,9 @@ class _Scratch(threading.local):
         self._kept: dict[str, U8] = {}
 
     def take(self, name: str, size: int) -> U8:
-        """Return `size` bytes, valid until the next call with the same `name`."""
+        """Return an array of `size` bytes with undefined content. The array is valid
+        until the next call with the same `name` in this thread.
+        """
         if size > _MAX_KEPT:
             return np.empty(size, np.uint8)
         kept = self._kept.get(name)

@@ -204,7 +204,7 @@ class ParquetImages:
     can hold images. The offset of an image is its row, counted from 0.
 
     Raises:
-        ImageError: the file is damaged, or has no such column.
+        ImageError: the file is damaged, or has no images in a column of this name.
     """
 
     def __init__(self, file: RangedFile, column: str) -> None:

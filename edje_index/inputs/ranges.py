@@ -32,7 +32,7 @@ MAX_READ = 1 << 30
 
 The limit is high, because some valid files need large reads: for the list of members of
 a zip, and for a Parquet file with all images in one page. If a read goes beyond the end
-of the file, only the bytes before the end count for the limit.
+of the file, only the bytes before the end count towards the limit.
 """
 
 BLOCK_BYTES = 1 << 20
@@ -48,10 +48,9 @@ threads read slightly out of order.
 """
 
 NEAR = 64
-"""Number of positions that are skipped by reading on. If a requested position is at most
-this far after the last position that was read, the stream is read on to it. If it is
-further ahead, the stream begins again at the last possible start before it, unless this
-start was passed already.
+"""Largest distance, in positions, over which a stream is read on to a requested
+position. For a position further ahead, the stream begins again at the last start before
+this position, unless the stream has passed this start already.
 """
 
 
@@ -399,7 +398,7 @@ class StreamWindow:
                 self._is_held = True
             finally:
                 # The ticket is removed even if the thread is interrupted while it
-                # waits. Otherwise it would block the other threads.
+                # waits. Otherwise the ticket would block the other threads.
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
         try:

@@ -156,8 +156,9 @@ def read_bytes(ref: InputRef) -> bytes:
             raise
         except UnreachableError as error:
             # A list can name many web servers, and some may not exist any more. If a
-            # web server does not respond, only the files that the list names on it
-            # fail. For an object store or for a container, `retry` repeats the request.
+            # web server does not respond, the inputs on this server fail, and the other
+            # inputs are read. In contrast, `retry` repeats a request to an object store
+            # and a request for a part of a container.
             if (
                 ref.container is not None
                 or scheme_of(os.fsdecode(ref.path)) not in WEB_SCHEMES

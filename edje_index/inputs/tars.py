@@ -41,7 +41,8 @@ class Member:
     """One file in an archive.
 
     Attributes:
-        offset: position of the member, which the class of the archive defines.
+        offset: position of the member. The class of the archive defines what it is the
+            position of.
         size: number of bytes of the content.
         problem: reason why the member cannot be read; None if it can be read.
     """

@@ -240,8 +240,8 @@ def holds_inputs(names: Iterable[bytes], clips: bool) -> bool:
 
 
 def is_input(head: bytes, clips: bool) -> bool:
-    """Return True if `head` is the beginning of an image file. If `clips` is True, that
-    of a clip counts, too. `head` has `HEAD_BYTES` bytes, or fewer for a shorter file.
+    """Return True if `head` is the beginning of an image file or, if `clips` is True,
+    of a clip. `head` has `HEAD_BYTES` bytes, or fewer for a shorter file.
     """
     return image_format(head) is not None or (clips and clip_format(head) is not None)
 
@@ -386,8 +386,8 @@ def problem_of(error: Exception) -> str:
 
 
 def lost_file(source: Source, error: Exception) -> InputRef:
-    """Return one input with a `problem`. If `error` ends the reading of an archive or
-    Parquet file early, this input replaces all inputs of the file that were not listed.
+    """Return an input with a `problem`. After `error` has ended the listing of an
+    archive or Parquet file, this input replaces all inputs that were not listed yet.
 
     Raises:
         UsageError: a server refuses the file or does not have it, so that all images in

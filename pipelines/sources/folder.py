@@ -147,8 +147,8 @@ class FolderSource(Source):
                     f"the server of {self.spec} does not list directories; give the"
                     " URLs of files"
                 )
-            # A directory on a server exists only if it contains files. Azure is the
-            # exception, because it lists empty directories, too.
+            # Except on Azure, a directory on a server exists only if it contains files.
+            # An empty list of contents is therefore an error of the server.
             if not any(contents) and scheme_of(self.spec) != "az":
                 raise UnreachableError(
                     "the server lists no files there", os.fsdecode(path)

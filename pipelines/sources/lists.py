@@ -68,14 +68,15 @@ the first of these names that the table has.
 """
 
 MORE_FIELDS = "(fields without a column)"
-# the name of the path among the values of an entry of a text or caption file
+# the key of the path in the values of an entry of a text or caption file
 _PATH = "path"
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 # Largest number of bytes of a line of a text file. A longer line is an entry without a
 # valid path.
 _MAX_LINE = 1 << 16
 _PARQUET_BATCH = 8192
-# The columns of a JSON Lines file are all names in this number of lines at its start.
+# The columns of a JSON Lines file are the names that occur in its first lines. This is
+# the number of these lines.
 _LINES_WITH_COLUMNS = 1000
 
 _Entry: TypeAlias = tuple[int, dict[Any, Any]]
