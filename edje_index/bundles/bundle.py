@@ -217,7 +217,7 @@ class ModelBundle:
         path: str | Path,
         before_commit: Callable[[BundleInfo], None] | None = None,
     ) -> BundleInfo:
-        """Write the bundle to a new directory. If writing fails, `path` does not exist.
+        """Write the bundle to a new directory. If writing fails, `path` is not created.
 
         Args:
             path: directory to create.
@@ -394,7 +394,7 @@ def load_joint_encoder(info: BundleInfo) -> JointEncoder:
 
 
 def load_scorer(info: BundleInfo, dtype: torch.dtype, device: torch.device) -> Scorer:
-    """Load the models of the parts of the final score onto `device`."""
+    """Load the models that compute the parts of the final score onto `device`."""
     folder = info.path / JOINT_FOLDER
     joint = JointScorer(
         load_joint_tokenizer(folder, canonical=info.canonical_captions),

@@ -118,7 +118,8 @@ class PublishedModel:
     joint: JointEncoder
 
     def score(self, captions: str | Sequence[str], tokens: Tensor) -> Tensor:
-        """Return matching logits, float32 [b].
+        """Return the logits of the captions and images, float32 [b]. The higher the
+        logit, the better the caption describes the image.
 
         Args:
             captions: b captions, or one caption for all images.
@@ -137,7 +138,7 @@ class _Checkpoint:
         files: paths of the weights files.
         state: weights by their published names.
         config: content of ``config.json`` and the settings of the training run.
-        origins: name of a setting -> description of the place it comes from.
+        origins: name of a setting -> description of the source of its value.
     """
 
     source: Source
@@ -147,11 +148,12 @@ class _Checkpoint:
     origins: dict[str, str] = field(default_factory=dict)
 
     def towers(self) -> State:
-        """Return the weights of the SigLIP towers in the checkpoint by the names of
+        """Return the weights of the SigLIP towers in the checkpoint by their names in
         transformers. A tower that is not complete is left out.
 
         A checkpoint contains the vision tower twice, as ``vision_encoder.*`` and as
-        ``clip.vision_model.*``, because the training code saves both.
+        ``clip.vision_model.*``, because the training code saves both. If the two
+        differ, ModelError is raised.
         """
         towers = {
             key.removeprefix("clip."): tensor
@@ -440,8 +442,8 @@ def load_towers(
     """Load the vision and the text tower.
 
     Args:
-        vision: a model for `load_clip`, or a directory or ``hf://ORG/REPO`` with the
-            towers of open_clip, or SigLIP towers of transformers.
+        vision: name of a model for `load_clip`; or a directory or ``hf://ORG/REPO``
+            that contains towers of open_clip or SigLIP towers of transformers.
         checkpoint: a checkpoint whose SigLIP towers replace those of `vision`. If the
             checkpoint has both towers, `vision` needs no weights.
         say: receives a line before a download.
@@ -501,12 +503,12 @@ def import_checkpoint(
 
     Args:
         checkpoint: as for `load_published_checkpoint`.
-        vision: open_clip model: ``NAME``, ``NAME:TAG``, ``NAME:/path/to/weights``,
-            ``hf-hub:ORG/REPO`` or ``local-dir:DIRECTORY``, or a directory or
-            ``hf://ORG/REPO`` with towers of open_clip or SigLIP towers of transformers.
-            None means the repository that the configuration or the model card of the
-            checkpoint names. If neither names a repository, None means the towers of
-            the EDJE authors' model.
+        vision: the towers. ``NAME``, ``NAME:TAG``, ``NAME:/path/to/weights``,
+            ``hf-hub:ORG/REPO`` and ``local-dir:DIRECTORY`` name a model of open_clip. A
+            directory or ``hf://ORG/REPO`` contains towers of open_clip or SigLIP towers
+            of transformers. None means the repository that the configuration or the
+            model card of the checkpoint names. If neither names a repository, None
+            means the towers of the EDJE authors' model.
         out: new directory for the bundle.
         tokenizer_dir: as for `load_published_checkpoint`.
         text_tokenizer_dir: directory with the tokenizer of the text tower. This
@@ -560,7 +562,7 @@ def import_checkpoint(
         )
     if recorded.startswith("google/siglip2-"):
         # The published code resizes the images of these towers with transformers, which
-        # uses this filter. open_clip would use another filter.
+        # uses a bilinear filter. open_clip would use another filter.
         config = replace(
             config, preprocess={**config.preprocess, "interpolation": "bilinear"}
         )

@@ -82,12 +82,11 @@ class BundleInfo:
         trained: False if the weights are random.
         notes: origin of the weights, as free text.
         pool: default number of candidates of a search; None if the bundle names none.
-        origins: settings that the weights of an imported model do not contain. The
-            dictionary has the value and its source, as text, by the name of the
-            setting.
+        origins: name of a setting -> its value and the source of this value, as text.
+            The settings are those that the weights of an imported model do not contain.
         files: size (``bytes``) and hash (``sha256``) of every file except
             ``bundle.json``, by relative path.
-        fingerprint: SHA-256 of everything that affects an output.
+        fingerprint: SHA-256 of everything that affects tokens, embeddings or scores.
         encoder_fingerprint: SHA-256 of everything that affects the stored tokens and
             embeddings.
 

@@ -54,7 +54,7 @@ class UntrainedSizes:
     """Sizes of the models in an untrained bundle.
 
     The defaults are the sizes of ViT-S/16 (vision tower) and MiniLM-L6-H384 (language
-    model). Blocks are 64 x 384.
+    model). A block has 64 tokens of width 384.
     """
 
     # `adapter_hidden` is 8192 in the EDJE paper. With this size, the adapter would be

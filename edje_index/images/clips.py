@@ -37,13 +37,15 @@ MAX_CLIP_FRAMES = 1_000_000
 """Largest number of frames of a clip: nine hours at 30 frames per second."""
 
 MAX_CLIP_PIXELS = 1 << 33
-"""Largest total number of pixels of the frames that are decoded for a clip. To decode
-one frame, all frames since the last key frame before it must be decoded, too.
+"""Largest total number of pixels of the frames that are decoded for a clip. These are
+more frames than the yielded ones: to decode one frame, all frames since the last key
+frame before it must be decoded, too.
 """
 
 MAX_KEY_FRAME_PIXELS = 1 << 28
-"""Largest total number of pixels of the frames that are decoded for one key frame. The
-limit allows several frames, because a decoder can return some before the key frame.
+"""Largest total number of pixels of the frames that are decoded to get one key frame.
+The limit allows several frames, because a decoder can return other frames before the
+key frame.
 """
 
 BYTES_PER_PIXEL = 110
@@ -207,8 +209,8 @@ def decode_frames(
 def _choose(
     container: InputContainer, stream: VideoStream, count: int | None, max_pixels: int
 ) -> Iterator[VideoFrame]:
-    """Yield the middle frame of each of `count` parts of equal duration. If `count` is
-    None, yield only the frame that `key_frame` returns.
+    """Divide a clip into `count` parts of equal duration, and yield the middle frame of
+    each part. If `count` is None, yield only the frame that `key_frame` returns.
 
     Frames that are not needed are skipped by a seek to a later key frame. `max_pixels`
     limits the total number of decoded pixels. All times are in the time base of the

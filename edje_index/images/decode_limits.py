@@ -201,7 +201,7 @@ def check_samples(data: bytes) -> None:
     ):
         kind = table[0][:4]
         at = table.end()
-        # The first two numbers of the table. Its version and flags are before them.
+        # the first two numbers of the table, which follow its version and flags
         first, second = (
             int.from_bytes(data[at + skip : at + skip + 4], "big") for skip in (4, 8)
         )
