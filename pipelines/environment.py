@@ -77,8 +77,9 @@ def _versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def available_memory() -> int:
-    """Return the memory in bytes that is available without swapping, within the
-    limit of the container.
+    """Return the memory in bytes that is available without swapping. If the process
+    runs in a container with a memory limit, the result is at most what the limit
+    leaves.
     """
     import psutil
 

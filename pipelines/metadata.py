@@ -36,8 +36,8 @@ BINARY = "(binary column)"
 UNREADABLE = "(unreadable metadata)"
 NOT_FINITE = "(number not finite)"
 BAD_NAME = "(column name not allowed)"
-# A text with lone surrogates is not valid Unicode. They stand for bytes that are not
-# UTF-8, or come from escapes in JSON.
+# A text with lone surrogates is not valid Unicode. The surrogates stand for bytes that
+# are not UTF-8, or come from escapes in JSON.
 _BROKEN = re.compile("[\ud800-\udfff]")
 _INT64 = range(-(1 << 63), 1 << 63)
 # limits on the keys of `Ignored`: characters of a suffix, and number of keys
@@ -167,8 +167,8 @@ def holds_binary(arrow_type: Any) -> bool:
 
 
 def features_of(schema: Any) -> dict[str, Json]:
-    """Return the features that Hugging Face Datasets recorded in a Parquet schema, by
-    column; {} if another program wrote the file.
+    """Return the descriptions of columns ("features") that Hugging Face Datasets
+    recorded in a Parquet schema, by column name; {} if another program wrote the file.
     """
     with contextlib.suppress(
         AttributeError, KeyError, TypeError, ValueError, RecursionError
@@ -277,6 +277,6 @@ def _typed(value: Any) -> Value:
             return texts
     if not isinstance(value, list | dict):
         return str(value)
-    # The keys of a JSON object can contain lone surrogates.
+    # The keys of a JSON object can contain lone surrogates, which UTF-8 cannot encode.
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text.encode("utf-8", "backslashreplace").decode()

@@ -315,7 +315,8 @@ def hub_errors(action: str, remedy: str | None = None) -> Iterator[None]:
     """Convert the exceptions of ``huggingface_hub`` to ModelError. The message begins
     with `action` and says what to do.
 
-    If the Hub cannot be reached, the error is a HubUnreachableError with `remedy`.
+    If the Hub cannot be reached, the error is a HubUnreachableError with this `remedy`,
+    which `EdjeError` explains.
     """
     try:
         yield

@@ -35,7 +35,7 @@ _NETWORK = {
     errno.ENETRESET,
     errno.ENETUNREACH,
 }
-# (numbers of transient errors, advice to the user)
+# (values of `errno` for transient errors, advice to the user)
 _ADVICE = (
     (
         {errno.EMFILE, errno.ENFILE},

@@ -70,7 +70,7 @@ def write_input_lists(
     Args:
         refs: inputs in row order.
         shard_size: rows per shard.
-        first_shard: shard whose first row is the first of `refs`.
+        first_shard: shard whose first row is the row of the first input in `refs`.
 
     Returns:
         The paths of the files, in row order.

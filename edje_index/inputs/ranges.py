@@ -321,8 +321,8 @@ class StreamWindow:
         self._changed = threading.Condition()
         self._waiting: list[tuple[int, int]] = []
         self._is_held = False
-        # Part n of the stream begins at `starts[n]`, and ends where the next part
-        # begins. This is: n -> (first position of part n that cannot be read, error).
+        # n -> (first position that cannot be read in part n of the stream, error). Part
+        # n begins at `starts[n]`, and ends where the next part begins.
         self._damages: dict[int, tuple[int, ImageError]] = {}
         self._restart(0)
 

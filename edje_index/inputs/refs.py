@@ -37,8 +37,8 @@ class InputRef:
             Any file name works.
         container: how the file packs the input; None if the input is the whole file.
         offset: position of the input in its container. In a Parquet file, it is the
-            row, counted from 0. In an archive, the class of the archive defines it, see
-            `edje_index.inputs.containers`.
+            row, counted from 0. In an archive, the class of the archive defines what
+            exactly it means, see `edje_index.inputs.containers`.
         size: number of bytes of the input when the build was planned; None if unknown.
         content_hash: SHA-256 of the input, 64 hex digits; None if the plan did not hash
             the input.

@@ -41,8 +41,8 @@ class Member:
     """One file in an archive.
 
     Attributes:
-        offset: position of the member. The class of the archive defines what it is the
-            position of.
+        offset: position of the member. The class of the archive defines what exactly
+            this number means.
         size: number of bytes of the content.
         problem: reason why the member cannot be read; None if it can be read.
     """
@@ -87,9 +87,9 @@ class TarArchive:
     def members(self) -> Iterator[Member]:
         """Yield all members but directories, in order. Only headers are read.
 
-        The iterator does not use `tarfile.TarFile`, which ends without an error at a
-        damaged header, reads only the first of several concatenated archives, and keeps
-        all members in memory.
+        Headers are parsed one by one. The iterator of `tarfile.TarFile` is not used,
+        because it ends without an error at a damaged header, reads only the first of
+        several concatenated archives, and keeps all members in memory.
 
         Raises:
             ImageError: the archive is damaged. The members before the damage are

@@ -74,8 +74,8 @@ def packed_source(
     """Return the source for an archive or a Parquet file of images. The file is opened
     when it is listed.
 
-    `column` is the column of a Parquet file that holds the images. None selects the
-    column by its content.
+    `column` is the name of the column with the images, if the file is a Parquet file.
+    None selects the column by its content.
     """
     if container_kind(file_name(spec)) == PARQUET:
         return ParquetImagesSource(spec, column, clips=clips)
@@ -160,8 +160,8 @@ class ParquetImagesSource(Source):
 
     The column is binary, or a struct with the fields `bytes` and `path`, as Hugging
     Face Datasets writes images. If `bytes` is null, `path` names an image file,
-    relative to the directory of the Parquet file. A row with neither is ignored and
-    counted.
+    relative to the directory of the Parquet file. A row with neither bytes nor a path
+    is ignored and counted.
 
     Attributes:
         column: name of the column of images. If it is None or the file has no such
@@ -257,8 +257,8 @@ class ParquetImagesSource(Source):
 
 @contextlib.contextmanager
 def open_parquet_images(path: bytes) -> Iterator[tuple[RangedFile, Any]]:
-    """Open a Parquet file. Raise ValueError if it declares more rows than its bytes
-    can hold.
+    """Open a Parquet file, and yield (open file, its `pyarrow.parquet.ParquetFile`).
+    Raise ValueError if the file declares more rows than its bytes can hold.
     """
     with open_ranged(path) as file:
         parquet = open_parquet(file, buffer_size=1 << 20)
@@ -281,7 +281,8 @@ def find_image_column(
     A column holds images if Hugging Face Datasets recorded the type Image for it.
     Without a recorded type, a binary column holds images if one of its first 100 values
     that are not empty begins like an image file. The same rule holds for the binary
-    field `bytes` of a struct column.
+    field `bytes` of a struct column. A struct column whose `bytes` are all empty also
+    counts as a column of images, because its field `path` can name image files.
 
     If `column` is given, only this column is examined. If several columns hold images,
     the column with a usual name, such as "image", is returned.
