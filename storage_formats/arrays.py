@@ -38,8 +38,8 @@ def as_finite(values: Any, name: str) -> Floats:
     """Return `values` as a float32 array.
 
     Raises:
-        UsageError: a value is NaN or infinite, so that no similarity to a row could be
-            computed.
+        UsageError: a value is NaN or infinite. No similarity can be computed with such
+            a value.
     """
     array = as_array(values).astype(np.float32)
     if not np.isfinite(array).all():

@@ -171,8 +171,8 @@ class MachineError(EdjeError):
     """
 
 
-# A file of the index that cannot be read because of one of these numbers is missing or
-# damaged. All other numbers mean a problem of the machine.
+# If reading a file of the index fails with one of these values of errno, the file is
+# missing or damaged. All other values mean a problem of the machine.
 _DAMAGED = frozenset(
     {
         errno.EFBIG,

@@ -42,8 +42,8 @@ EXTRAS_OF_MODULE = {
     module: [extra for extra, modules in _MODULES.items() if module in modules]
     for module in itertools.chain(*_MODULES.values())
 }
-"""For each optional module, the extras that install its package, the extra to
-recommend first.
+"""For each optional module, the extras that install its package. The first extra of
+each list is recommended.
 """
 
 DISTRIBUTIONS = {

@@ -22,15 +22,16 @@ Code that starts such threads or requests therefore follows this pattern:
 If another exception interrupts the cleanup, `task.abandon` remains in `pending`, and
 the next use of this pattern in the same thread calls it.
 
-The only locks of this code are `threading.Lock` in a `with` statement and the lock
-inside `queue.SimpleQueue`, which are both written in C. An exception can interrupt a
-class written in Python while it holds a lock, which then stays locked for ever. So this
-code does not use `concurrent.futures`. It does not use the thread pools of Numba
-either, because they abort a process that forks or that calls them from two threads.
+A class written in Python, such as `threading.Condition`, can be interrupted by such an
+exception while it holds a lock, and the lock then stays locked for ever. Code with this
+pattern therefore uses only `threading.Lock` in a `with` statement and
+`queue.SimpleQueue`, which are both written in C, and not `concurrent.futures`. It does
+not use the thread pools of Numba either, because they abort a process that forks or
+that calls them from two threads.
 
 An alternative to this pattern is a separate thread for each fetch, because an exception
-from a signal handler only interrupts the main thread. A warm fetch of 100 blocks would
-then take 5 % longer.
+from a signal handler only interrupts the main thread. A fetch of 100 blocks from the
+page cache would then take 5 % longer.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ Unsettled: TypeAlias = list[Callable[[], None]]
 _MAX_THREADS = max(64, os.cpu_count() or 1)
 # number of exceptions after which `settle` gives up
 _ATTEMPTS = 10_000
-# Size in bytes of the bfloat16 blocks that a thread converts at a time. This takes
-# about 0.3 ms, much longer than handing the work to the thread.
+# Size in bytes of the bfloat16 blocks that a thread converts at a time. Converting them
+# takes about 0.3 ms, much longer than handing the work to the thread.
 _CHUNK_BYTES = 2 << 20
 # LLVM's names of processor features: the first two are of x86, the last is of ARM
 _BFLOAT16_FEATURES = ("avx512bf16", "amx-bf16", "bf16")
@@ -149,8 +150,11 @@ class Crew(Generic[_Item]):
             _threads.submit(self._help)
 
     def finish(self) -> None:
-        """Process items until none is left, and wait for the helper threads. Raise
-        the first error of a helper.
+        """Process items until none is left, wait for the helper threads, and then
+        raise the first error of a helper thread, if there is one.
+
+        An error of `work` in the calling thread is raised at once. The caller must then
+        call `abandon`.
         """
         for item in self._items:
             self._work(item)
@@ -263,12 +267,12 @@ def run_chunks(
 def ordered_results(
     items: Iterable[_Item], submit: Callable[[_Item], Future[_Result]], *, ahead: int
 ) -> Iterator[_Result]:
-    """Yield the result of `submit(item)` for each of `items`, in their order.
+    """Yield the result of `submit(item)` for each of `items`, in the order of `items`.
 
     Args:
         items: the items. The next item is taken only when it is submitted.
         ahead: number of items that are submitted before the first result is yielded.
-            Each further result that is requested submits one more item.
+            Each time the caller requests a further result, one more item is submitted.
     """
     pending: deque[Future[_Result]] = deque()
     for item in items:

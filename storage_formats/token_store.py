@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["RowIds", "TokenStore"]
 
 _results = BufferPool()
-"""Pool of the memory of arrays that `TokenStore.fetch` returns."""
+"""Pool of memory for the arrays that `fetch`, `fetch_records` and `empty` return."""
 
 
 class TokenStore:
@@ -183,7 +183,8 @@ class TokenStore:
             row_ids: [k], row ids of this snapshot or of an earlier snapshot.
 
         Raises:
-            RowIdError: a row id is out of range.
+            RowIdError: a row id is negative, or lies beyond all shards that the index
+                has ever had.
             UsageError: `row_ids` is not a flat sequence of integers.
             CorruptIndexError: a row map of the index is damaged.
 
@@ -332,8 +333,9 @@ class TokenStore:
         decoded and scored in one pass, so the decoded blocks need little memory.
 
         Args:
-            query: query vectors, float32 [q, d].
-            row_ids: [k], see `fetch`, which also describes the errors.
+            query: query vectors, float32 [q, d]. A query with another shape, or with a
+                value that is NaN or infinite, raises UsageError.
+            row_ids: [k], see `fetch`, which also describes the other errors.
         """
         view = self._view
         width = self.block_shape[1]
@@ -354,9 +356,9 @@ class TokenStore:
         pass to `fetch` as `out`.
 
         The array starts at a page boundary, so that `fetch` can read `bf16` blocks
-        directly into the array. Arrays of up to 64 MiB take the memory of earlier ones
-        that no longer exist, because new memory costs page faults. At most 256 MiB stay
-        allocated for this in a process.
+        directly into the array. New memory costs page faults. An array of up to 64 MiB
+        therefore takes the memory of an earlier array that no longer exists, if there
+        is one. A process keeps at most 256 MiB allocated for this purpose.
 
         Examples:
             >>> from storage_formats import TokenStore
@@ -454,8 +456,9 @@ class TokenStore:
                 cached_files = cache_files(cache_directory() / "blocks", limit)
                 cache = BlockCache(folder.url, checksums, size, cached_files, buffers)
             reads = ObjectReads(folder, tokens, cache, buffers)
-        # Reads allocate memory by the sizes in `index.json`. The lengths of the first
-        # and the last shard file show wrong sizes before any read.
+        # Reads allocate memory according to the sizes in `index.json`. If these sizes
+        # are wrong, the first or the last shard file has another length, and this check
+        # fails before any read.
         for shard in {
             spec.used_segments[0].first_row // spec.shard_size,
             spec.shards - 1,
@@ -476,8 +479,9 @@ class TokenStore:
 class _View:
     """One snapshot of an index, opened for reading in one precision.
 
-    `TokenStore.refresh` may replace the view at any time. A method of the store
-    therefore reads `TokenStore._view` only once, and then uses the same view.
+    `TokenStore.refresh` may replace `TokenStore._view` at any time. A method of the
+    store therefore keeps the view that it has read first, and takes from it all values
+    that can differ between snapshots.
     """
 
     index: CommittedIndex
@@ -505,13 +509,13 @@ class _View:
     ) -> None:
         """Fill `out` with the blocks, records or scores of the rows `ids`.
 
-        Each distinct row is read once and copied within `out` for its duplicates.
-        Unused row ids get the value `hole`.
+        A row id that occurs several times in `ids` is read once, and the result is
+        copied within `out`. Row ids outside all segments get the value `hole`.
         """
         spec = self.index.manifest.spec
         order = np.argsort(ids, kind="stable")
-        # No file has the row ids outside all segments. An index without `segments` has
-        # one segment with all row ids.
+        # Row ids outside all segments have no file, so they are not read. An index
+        # without `segments` has one segment with all row ids.
         if spec.segments:
             used = rows_in_use(ids[order], spec)
             unused = order[~used]

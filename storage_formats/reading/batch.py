@@ -16,7 +16,7 @@ Part = slice | Ints
 # Number of records in a piece of a batch. A disk reads a piece in a few milliseconds,
 # and several pieces are in flight at a time.
 PIECE_RECORDS = 128
-# maximum length of a run by default
+# maximum size of a run in bytes, unless the caller gives another
 RUN_BYTES = 1 << 20
 
 
@@ -108,7 +108,7 @@ class Batch:
         contiguous_output: bool = False,
         longest_bytes: int = RUN_BYTES,
     ) -> tuple[Ints, Ints]:
-        """Return the runs of the batch. A run is a range of neighbouring records that
+        """Return the runs of the batch. A run is a range of records in one shard that
         one request reads.
 
         Args:

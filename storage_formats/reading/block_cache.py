@@ -7,10 +7,10 @@ written, damaged records, and records that a killed process wrote only in part d
 match. Such records are read from the object store and written again.
 
 The name of the file contains the CRC-32C of the checksum file of the shard. If another
-index replaces the index at the same URL, its checksums differ, so it gets other files.
-Processes share the files without locks. Errors of the file system are never reported,
-because the object store has all blocks. After an error, nothing is written to the cache
-for a minute.
+index replaces the index at the same URL, the checksums of the new index differ, so its
+cache files have other names. Processes share the files without locks. Errors of the
+file system are never reported, because the object store has all blocks. After an error,
+nothing is written to the cache for a minute.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ _MAX_STEP = 640 << 20
 _PAUSE_SECONDS = 60.0
 # The time of the last use of a file is updated at most this often.
 _USE_SECONDS = 60.0
-# Disk space that a write needs in addition to its bytes: it may cover a disk block of
-# 4 KiB at each end only in part, and may need a disk block for the list of disk blocks.
+# Disk space that a write may need in addition to its bytes: three disk blocks of 4 KiB.
+# The first and the last disk block may be written only in part, and the file system may
+# need one more for the list of the disk blocks of the file.
 _WRITE_OVERHEAD = 12 << 10
 # maximum number of cache files that one read opens at the same time
 _OPEN_FILES = 64
@@ -148,7 +149,8 @@ class BlockCache:
                 for descriptor, offset, begin, end in requests:
                     advise(descriptor, offset, (end - begin) * size)
                 for descriptor, offset, begin, end in requests:
-                    # the bytes may be wrong; the checksums are compared below
+                    # A record that cannot be read counts as not cached. The comparison
+                    # of the checksums below finds records with wrong bytes.
                     with contextlib.suppress(OSError):
                         read_bytes = os.preadv(
                             descriptor, [buffer[begin * size : end * size].data], offset
@@ -183,8 +185,8 @@ class CacheFiles:
 
     Args:
         limit: maximum disk space of the files in bytes. If several processes write at
-            the same time, each further process can exceed the limit by the bytes that
-            it writes between two removals.
+            the same time, the files can exceed the limit by the bytes that each further
+            process writes between two removals.
     """
 
     def __init__(self, root: Path, limit: int) -> None:

@@ -26,11 +26,12 @@ from storage_formats.threads import run_chunks
 # The same values as in `reading.loops`. They are not imported from there, because that
 # module imports Numba.
 NO_COPY, COPY, COPY_NONTEMPORAL = range(3)
-# bytes of one request from which on the compiled loop is used even if Numba must be
-# imported first
+# A read of at least this number of bytes uses the compiled loop even if Numba must be
+# imported first.
 _COMPILED_FROM = 32 << 20
-# Checking this many bytes without Numba takes longer than checking them with Numba by
-# about the time that the import of Numba takes.
+# After this process has checked this number of bytes without Numba, the compiled loop
+# is always used. By then, about as much time has been lost as the import of Numba
+# takes.
 _COMPILED_AFTER = 4 << 30
 # size of a line of the processor's cache
 _LINE_BYTES = 64
@@ -242,8 +243,8 @@ def _plain_loop(
 ) -> None:
     """Do the work of `reading.loops.copy_records` without Numba."""
     global _plainly_checked_bytes
-    # A ctypes array, because creating a NumPy array for each record would take as long
-    # as its checksum.
+    # `crc32c` gets the record as a ctypes array, because creating a NumPy array would
+    # take as long as computing the checksum.
     record_type: Any = ctypes.c_char * size
     for index in range(start, stop):
         source = int(sources[index])

@@ -22,19 +22,19 @@ from storage_formats.threads import settle, unsettled
 # Two records with at most this many bytes between them are read with one request,
 # because reading the gap costs the device less than another request.
 _GAP_BYTES = 32 << 10
-# maximum size of a piece of large records
+# maximum size in bytes of a piece of several records
 _PIECE_BYTES = 8 << 20
 # No further piece is started while this many bytes are in flight.
 _BYTES_IN_FLIGHT = 16 << 20
 # The same limit for reads into buffers. It is smaller, so that the buffers stay in the
 # processor's cache.
 _BUFFERED_IN_FLIGHT = 8 << 20
-# Reading into a buffer is faster than reading directly into the destination if it needs
-# only 1/4 of the requests.
+# Reading into a buffer is faster than reading directly into the destination if the
+# buffer needs at most 1/4 as many requests.
 _FEWER_REQUESTS = 4
-# Records are checked and decoded each time this number of requests, or a fourth of
-# those in flight if this is more, is complete. Small parts leave little work after the
-# last request.
+# The records of completed requests are checked and decoded in parts: each time
+# `_PART_REQUESTS` requests are complete, or 1 / `_PART_SHARE` of the requests in flight
+# if this is more. With small parts, little work is left after the last request.
 _PART_REQUESTS = 32
 _PART_SHARE = 4
 _NO_RESULT = np.iinfo(np.int64).min
@@ -143,9 +143,9 @@ class _Reader:
         """Wait until the kernel has completed all requests of this reader, and
         release the files.
         """
-        # The exception may have come after requests were started and before they were
-        # recorded. So the queue is closed, which waits for all requests, and the
-        # buffers are not returned to the pool.
+        # The exception that ended the read may have come after requests were started
+        # and before they were recorded. So the queue is closed, which waits for all
+        # requests, and the buffers are not returned to the pool.
         if self._holds_queue:
             self._queue.close()
         while self._flights:

@@ -1,8 +1,9 @@
 """Reads embeddings (SPEC.md section 7).
 
-A single embedding has no checksum. The first read from an embedding file therefore
-compares the checksum of the whole file with the shard table. If the embeddings of the
-index exceed 1 GiB, a read of less than 1/16 of the rows of a file skips this check.
+A single embedding has no checksum. Before `read_embeddings` reads from an embedding
+file for the first time, it therefore compares the checksum of the whole file with the
+shard table. If the index is on a file system and its embeddings exceed 1 GiB, a read of
+less than 1/16 of the rows of a file skips this check.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from storage_formats.format.tombstones import RowIds, check_row_ids, check_rows_
 from storage_formats.reading.batch import PIECE_RECORDS, Batch
 from storage_formats.reading.files import ShardFile, ShardFiles, read_ranges
 
-# A read of less than 1 / `_SPARSE` of the rows of a file is small.
+# A read counts as small if it needs less than 1 / `_SPARSE` of the rows of a file.
 _SPARSE = 16
-# If the embeddings of an index exceed this size, small reads skip the check of the
-# whole file, which would slow them down.
+# If the embeddings of an index exceed this size in bytes, small reads skip the check of
+# the whole file, because the check would take much longer than the read.
 _COMPARED_BYTES = 1 << 30
 # number of comparisons after which all recorded comparisons are forgotten
 _KEPT_COMPARISONS = 100_000
 
 _compared: set[tuple[object, ...]] = set()
-"""Files whose content this process has compared with their checksums, so that it
-need not do so again. Each item consists of the file entry in the shard table and the
-identity of the file (device, inode, size and modification time).
+"""Files whose content this process has already compared with their checksums. Each item
+consists of the file entry in the shard table and the identity of the file (device,
+inode, size and modification time).
 """
 
 
@@ -112,8 +113,8 @@ class IndexedEmbeddings:
 
 
 def read_embeddings(index: CommittedIndex, row_ids: RowIds) -> NDArray[np.float32]:
-    """Read the embeddings of `row_ids` in this order, float32 [k, embed_dim]. The
-    embedding of a hole is NaN.
+    """Read the embeddings of `row_ids`, in the order of `row_ids`, float32 [k,
+    embed_dim]. The embedding of a hole is NaN.
 
     Args:
         row_ids: [k], row ids in any order. Duplicates are allowed.
@@ -171,8 +172,8 @@ def _read_rows(
 
 
 def _compare(file: ShardFile, committed: FileEntry, row_ids: range) -> None:
-    """Compare a file with its entry in the shard table, unless it has not changed
-    since the last comparison.
+    """Compare a file with its entry in the shard table. Do nothing if this process
+    has compared the file before and the file has not changed since then.
     """
     status = os.fstat(file.fd)
     comparison = (

@@ -50,12 +50,12 @@ _THREADS = 1 if hasattr(os, "posix_fadvise") else 16
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 # A file counts as cached if the page cache holds at least this share of its pages.
 _CACHED_SHARE = 0.95
-# Time for which the state of a file is not asked for again. Asking for a cached shard
-# of 50 MB takes 0.1 ms, as long as copying 20 records.
+# The kernel is asked again whether a file is cached only after this time in seconds.
+# For a cached shard of 50 MB, the question takes 0.1 ms, as long as copying 20 records.
 TRUSTED_SECONDS = 2.0
 # number of the system call cachestat (Linux 6.5), the same on every architecture
 _CACHESTAT = 451
-# number of pages that are asked for on older kernels
+# On older kernels, the state of this number of pages stands for that of the whole file.
 _SAMPLED_PAGES = 16
 # constants of the system call statx
 _AT_FDCWD = -100

@@ -7,8 +7,9 @@ for each shard.
   engine is the fastest for records in the page cache. If a record is not there, the
   thread waits for one page fault per page, one after the other, and the disk reaches a
   tenth of its speed.
-- `portable` reads through the page cache with several threads, on any file system and
-  any POSIX system.
+- `portable` reads through the page cache, on any file system and any POSIX system. It
+  asks the kernel for many records before it waits for the first. Where the kernel
+  cannot be asked in advance, several threads read at the same time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from storage_formats.threads import settle, unsettled
 
 # maximum number of files that one read maps at the same time
 _MAPPED_SHARDS = 64
-# maximum number of records of a request that may come from a search
+# A request for at most this number of records may come from a search.
 _SEARCH_RECORDS = 512
 
 
@@ -59,8 +60,8 @@ class LocalReads:
       cache. If direct I/O is not available, `portable` reads them.
 
     If the index has more shards than files may be open, `portable` reads every request
-    for at most 512 records, because mapping a file takes as long as reading several
-    records.
+    for at most 512 records. The files of such a request are often not open, and opening
+    and mapping a file takes as long as reading several records.
 
     Args:
         name: one of `engines()`, or `auto`.
@@ -88,7 +89,7 @@ class LocalReads:
 
     def length(self, shard: int) -> int:
         """Return the length of the token file of a shard in bytes. Raise
-        CorruptIndexError if it does not exist.
+        CorruptIndexError if the file does not exist.
         """
         path = self._tokens.location(shard)
         try:
@@ -101,7 +102,8 @@ class LocalReads:
         """Read the records of `destination.batch`. After this method returns or raises
         an exception, no thread and no request writes to the destination.
         """
-        # Complete what an interrupted read of this thread has left to do.
+        # If an exception interrupted the cleanup of an earlier read in this thread,
+        # complete this cleanup first.
         settle(unsettled())
         for engine, batch in self.split(destination.batch):
             part = replace(destination, batch=batch)

@@ -1,9 +1,10 @@
 """Allocation of memory for blocks.
 
 The memory is page-aligned, because direct I/O requires aligned memory. New memory costs
-page faults. So small arrays take the memory of earlier ones, and large arrays use huge
-pages, which cause only one page fault per 2 MiB. The kernel is not asked for huge pages
-for small arrays: if the page cache fills the memory, it takes milliseconds to free one.
+page faults. So small arrays take the memory of earlier arrays, and large arrays use
+huge pages, which cause only one page fault per 2 MiB. Small arrays do not use huge
+pages: if the page cache has taken all free memory, the kernel needs milliseconds to
+provide a huge page.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class _Owner:
 
 
 class _Loan(weakref.ref[_Owner]):
-    """A reference to an owner. It keeps the buffer for the pool."""
+    """A weak reference to the owner of a lent array. It keeps the buffer, so that the
+    pool can take the buffer back when the owner no longer exists.
+    """
 
     buffer: Bytes
 
@@ -72,14 +75,16 @@ class BufferPool:
     """
 
     def __init__(self) -> None:
-        # A signal handler that fetches may interrupt a method.
+        # The lock is reentrant, because a signal handler that fetches blocks may
+        # interrupt a method that holds the lock.
         self._lock = threading.RLock()
         self._free: dict[int, list[Bytes]] = {}
         self._kept_bytes = 0
         self._loans: set[_Loan] = set()
         self._lent_bytes = 0
-        # Loans whose owners no longer exist. They are added by `append` and not by a
-        # destructor: Python drops the exception of a signal that arrives in one.
+        # Loans whose owners no longer exist. They are added by `append`, which is
+        # written in C, and not by a destructor: if a signal handler raises an exception
+        # while a destructor runs, Python drops the exception.
         self._ended: deque[_Loan] = deque()
 
     def borrow(self, size: int) -> Bytes:
@@ -102,7 +107,8 @@ class BufferPool:
         """Return a buffer to the pool. The pool keeps at most 128 MiB."""
         with self._lock:
             if self._kept_bytes + len(buffer) > _KEPT_BYTES:
-                # The latest size is the most likely to be requested next.
+                # Free all other buffers, because the size of this buffer is the most
+                # likely to be requested next.
                 self.close()
             if len(buffer) <= _KEPT_BYTES:
                 self._kept_bytes += len(buffer)
@@ -112,8 +118,8 @@ class BufferPool:
         """Return an array with arbitrary contents, uint8 [size]. Its memory is used
         again when neither the array nor a view of it exists any more.
 
-        At most 128 MiB are lent at a time. The memory of other arrays is not used
-        again.
+        The memory of an array is not used again if the array has more than 64 MiB, or
+        if more than 128 MiB would be lent at the same time.
         """
         if size > _LARGEST_LENT:
             return aligned_bytes(size)

@@ -1,8 +1,8 @@
 """Queues of asynchronous read requests. The kernel reads while the caller continues.
 
 The queues use Linux AIO (`linux/aio_abi.h`). io_uring takes as much processor time, and
-many containers forbid it (docs/lab/storage-io.md). Requests are written as rows of a
-structured array, and one system call starts many of them; one call of a library per
+many containers forbid it (docs/lab/storage-io.md). Requests are written as items of a
+structured array, and one system call starts many of them. Calling a library once per
 request would be slower.
 """
 
