@@ -22,12 +22,12 @@ Code that starts such threads or requests therefore follows this pattern:
 If another exception interrupts the cleanup, `task.abandon` remains in `pending`, and
 the next use of this pattern in the same thread calls it.
 
-A class written in Python, such as `threading.Condition`, can be interrupted by such an
-exception while it holds a lock, and the lock then stays locked for ever. Code with this
-pattern therefore uses only `threading.Lock` in a `with` statement and
-`queue.SimpleQueue`, which are both written in C, and not `concurrent.futures`. It does
-not use the thread pools of Numba either, because they abort a process that forks or
-that calls them from two threads.
+Such an exception can also interrupt a class that is written in Python, for example
+`threading.Condition`, while it holds a lock. The lock then stays locked for ever. Code
+with this pattern therefore uses only locks and queues that are written in C:
+`threading.Lock` and `threading.RLock` in `with` statements, and `queue.SimpleQueue`. So
+it does not use `concurrent.futures`. It does not use the thread pools of Numba either,
+because they abort a process that forks or that calls them from two threads.
 
 An alternative to this pattern is a separate thread for each fetch, because an exception
 from a signal handler only interrupts the main thread. A fetch of 100 blocks from the

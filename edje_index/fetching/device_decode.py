@@ -153,8 +153,8 @@ def _words(data: torch.Tensor) -> torch.Tensor:
 def _canonical(blocks: torch.Tensor) -> torch.Tensor:
     """Replace every NaN with the NaN that the NumPy codecs return."""
     bits = blocks.view(torch.int16)
-    # `masked_fill` gets a Python number. A tensor copied from the host would wait for
-    # all work on the device.
+    # `masked_fill` gets a Python number, because copying a tensor from the host would
+    # wait for all work on the device.
     return bits.masked_fill(blocks.isnan(), CANONICAL_NAN).view(torch.bfloat16)
 
 

@@ -92,8 +92,9 @@ class DeviceFetcher:
                 device=self.device,
             )
             if self._stream is not None:
-                # `out` is allocated on the other stream. Without this call, PyTorch
-                # could reuse the memory while the current stream still reads it.
+                # `out` is allocated on the stream of this fetcher. Without this call,
+                # PyTorch could use the memory of `out` again while the current stream
+                # still reads the blocks.
                 out.record_stream(current)
             offset = None
             if (values := self._store.offset) is not None:
@@ -115,7 +116,9 @@ class DeviceFetcher:
         return out
 
     def _host_buffer(self, turn: int, rows: int) -> torch.Tensor:
-        """Return `rows` rows of the host buffer number `turn`."""
+        """Return the first `rows` records of the host buffer with the index `turn`. If
+        the buffer is too small, allocate a larger buffer.
+        """
         if len(self._buffers[turn]) < rows:
             self._buffers[turn] = torch.empty(
                 (rows, self._store.record_bytes),

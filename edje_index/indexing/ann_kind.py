@@ -22,7 +22,8 @@ _PEAK = 1.2
 """Memory that a build needs at its peak, divided by the size of the FAISS index."""
 _ID_BYTES = 8
 _FLOAT_BYTES = 4
-# Above one of these numbers, `rebuild_reasons` advises to build the FAISS index again.
+# If the drift or the number of FAISS files is above its limit, `rebuild_reasons` gives
+# this as a reason to build the FAISS index again.
 _MAX_DRIFT = 1.1
 _MAX_FILES = 16
 
@@ -75,8 +76,8 @@ class AnnKind:
 
         Args:
             memory: memory in bytes that a build may use; None for no limit. If a kind
-                with one sub-vector per 2 values needs more memory, the kind with one
-                sub-vector per 4 values is chosen, even if it also needs more memory.
+                with one sub-vector per 2 values needs more than this, the kind with one
+                sub-vector per 4 values is chosen, even if that kind needs more too.
         """
         kinds = cls.defaults(rows, width)
         fitting = (
@@ -163,7 +164,8 @@ def rebuild_reasons(manifest: Manifest) -> list[str]:
 
     One reason is drift: appended embeddings lie further from the centroids than the
     embeddings of the first file. The drift is the mean distance of the appended
-    embeddings from their nearest centroids, divided by the same mean of the first file.
+    embeddings from their nearest centroids, divided by the mean distance of the
+    embeddings of the first file from theirs.
     """
     # one file may contain only the centroids and no vectors
     files = [file for file in manifest.ann.get("files", []) if file.get("vectors", 1)]

@@ -40,10 +40,11 @@ _LEAST_PROBES = 4
 _DEFAULT_PROBES = 32
 # number of possible codes of a sub-vector, which has 4 bits
 _CODES = 16
-# FAISS warns if there are fewer than 39 (Clustering::min_points_per_centroid).
+# FAISS warns if there are fewer than 39 training vectors per inverted list
+# (Clustering::min_points_per_centroid).
 _TRAINING_VECTORS_PER_LIST = 64
-# Number of rows that measure the drift. The mean distance of so many rows from their
-# centroids varies by about 1 % from sample to sample.
+# Number of rows in the sample that measures the drift. The mean distance of so many
+# rows from their centroids varies by about 1 % from sample to sample.
 _DRIFT_ROWS = 2000
 # If doubling the number of probes raises the recall by less than this number, more
 # candidates are tried.
@@ -231,9 +232,9 @@ def _trained(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> FaissIn
     embeddings. If `kind` has no lists, or if the training sample is too small, the
     FAISS index is flat and has no centroids.
 
-    The sample consists of the `embeddings` whose row id is a multiple of an even
-    number. Rows with odd row ids are therefore never used for training, and can measure
-    recall and drift.
+    The sample consists of the `embeddings` whose row id is a multiple of `step`, which
+    is even. Rows with odd row ids are therefore never used for training. So they can be
+    used to measure the recall and the drift.
     """
     import faiss
 
@@ -248,7 +249,8 @@ def _trained(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> FaissIn
                 index: FaissIndex = faiss.index_factory(
                     width, kind.factory, faiss.METRIC_INNER_PRODUCT
                 )
-                # this FAISS index assigns vectors to centroids during the training
+                # If `centroids` is not None, it is on the GPU, and the training uses it
+                # to find the nearest centroid of each vector.
                 index.clustering_index = centroids
                 try:
                     index.train(sample)
@@ -323,8 +325,8 @@ def _measure(
     target: float,
     on_progress: OnProgress | None,
 ) -> dict[str, Any]:
-    """Measure the recall of `index` with increasing numbers of probes and candidates
-    until it reaches `target`.
+    """Measure the recall of `index` with increasing numbers of probes and candidates,
+    until the recall reaches `target` or no larger number is left.
 
     A row in the results of `index` counts as a neighbour if its similarity is at least
     that of the 100th neighbour by exact search. So it does not matter which of several
@@ -355,7 +357,8 @@ def _measure(
         ):
             least = exact[-1] - _ROUNDING
             count = np.count_nonzero(similarities[rows != row_id] >= least)
-            # the query itself is in `exact`, but does not count as a neighbour
+            # One of the similarities in `exact` is that of the query to itself, which
+            # does not count as a neighbour.
             shares.append(min(1.0, count / max(1, len(exact) - 1)))
         recall = float(np.mean(shares))
         if recall >= target or (probes >= lists and len(levels) == 1):

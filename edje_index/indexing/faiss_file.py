@@ -1,12 +1,13 @@
 """Checks a FAISS file before FAISS reads the file.
 
 A checksum does not show that a FAISS file is safe to read, because the author of a
-malicious index also writes the checksum. In a test, FAISS 1.15.1 read 4,500 files of 6
-to 18 kB with damaged sizes, ids or bytes without this check. No file ended the process.
-But 1.8 % of the files made FAISS ask for 50 MB to more than 2 GB of memory. Another 4 %
-could be searched, and gave ids that the index does not have. A file can also contain a
-structure that names a file with inverted lists, which FAISS opens for writing. So this
-check accepts only the structures of SPEC.md section 10, with the sizes of this index.
+malicious index also writes the checksum. In a test without this check, FAISS 1.15.1
+read 4,500 files of 6 to 18 kB with damaged sizes, ids or bytes. No file crashed the
+process. But 1.8 % of the files made FAISS allocate 50 MB to more than 2 GB of memory.
+Another 4 % could be searched, and gave ids that the index does not have. A file can
+also contain a structure that names another file with inverted lists, and FAISS opens
+that file for writing. So this check accepts only the structures of SPEC.md section 10,
+with the sizes of this index.
 
 The order of the fields is defined in `impl/index_write.cpp` and
 `invlists/BlockInvertedLists.cpp` of FAISS.
@@ -161,15 +162,15 @@ def _lists(
     fields.tag("IxFI")
     _header(fields, dimensions, lists)
     _flat_vectors(fields, dimensions, lists)
-    # no map from ids to positions in the lists
+    # the file must not have a map from ids to positions in the lists
     fields.expect("BQ", 0, 0)
     total = 0
     if kind == "IwFl":
         fields.tag("ilar")
         fields.expect("QQ", lists, 4 * dimensions)
         lengths = _list_lengths(fields, lists)
-        # If the lengths do not add up, nothing more is read, and an error follows
-        # below.
+        # If the sum of the lengths is not `vectors`, nothing more is read, and the
+        # comparison at the end of this function raises an error.
         if sum(lengths) == vectors:
             for length in lengths:
                 fields.skip(length * 4 * dimensions)

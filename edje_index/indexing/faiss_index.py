@@ -229,7 +229,8 @@ class AnnIndex:
             share = (self._probes or part.nprobe) / len(in_lists)
             needed = max(least, 2 * share * part.ntotal)
             passed = np.cumsum(in_lists[nearest_lists], axis=1)
-            # the lists of a query with too few passing rows so far, and one more
+            # The number of lists after which a query still has too few passing rows,
+            # plus one: the largest such number of all queries.
             enough = int((passed < needed).sum(axis=1).max()) + 1
             probes = max(probes, min(enough, len(in_lists)))
         return probes or None

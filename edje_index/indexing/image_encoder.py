@@ -40,7 +40,7 @@ from storage_formats.arguments import repr_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# b clips, f frames, 3 channels, height, width
+# number of axes of a batch of clips: clips, frames, channels, height and width
 _CLIP_AXES = 5
 
 

@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from storage_formats.codecs import Blocks
 
 DEATHS = 2
-"""After this number of careful attempts died at an input, the row of the input gets
-the status "failed".
+"""If this number of careful attempts have died at the same input, the row of the input
+gets the status "failed".
 """
 # minimum number of threads if the shard has inputs on servers, so that requests overlap
 _REMOTE_THREADS = 16
@@ -95,8 +95,8 @@ class Attempt:
     """One attempt at a shard.
 
     Attributes:
-        machine: id of the machine of the attempt. Empty if the job runs on this machine
-            too, so that the job ends if the machine is lost.
+        machine: id of the machine of the attempt. Empty if the job runs on the same
+            machine: then the job ends with the machine, and cannot notice its loss.
         careful: whether one input at a time is prepared. True if the process of an
             earlier attempt died.
         deaths: number of careful attempts that died at an input, by position of the
@@ -419,7 +419,7 @@ def _encode(
     """Run the model on `images`. `indices` has the index of each image in `batch`.
 
     If an output is not finite, mark the row as failed and remove the image from
-    `images`.
+    `images`. Return the tokens and the embeddings of the remaining images.
     """
     started = time.perf_counter()
     if len(images) == len(batch):

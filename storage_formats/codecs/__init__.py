@@ -66,8 +66,8 @@ def codec(
         `decode` does the reverse.
 
     Raises:
-        UsageError: the name is unknown, or d is not a multiple of the group size of the
-            precision.
+        UsageError: the name is unknown, or d is not a multiple of the number that the
+            precision requires (`Codec.width_multiple`).
 
     Examples:
         >>> import ml_dtypes, numpy as np

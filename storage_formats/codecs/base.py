@@ -41,8 +41,8 @@ Span: TypeAlias = tuple[int, int]
 """(start, stop), a half-open range of items."""
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-# Number of blocks from which the offset is subtracted at a time. With fewer blocks,
-# each kernel would start more often.
+# The offset is subtracted from this number of blocks at a time. With a smaller number,
+# each kernel would be called more often.
 _OFFSET_BLOCKS = 32
 
 
@@ -72,9 +72,9 @@ class Codec(ABC):
         logical_dtype: number format of the stored values, for example `bfloat16` or
             `int8`.
         width_multiple: the width of a token must be a multiple of this number.
-        token_range: (smallest, largest) that the largest magnitude of a token should
-            have, unless it is 0. The values of a token outside this range have larger
-            errors than the tests allow.
+        token_range: (smallest, largest), the range in which the largest magnitude of a
+            token should be, unless all values of the token are 0. A token whose largest
+            magnitude is outside this range has larger errors than the tests allow.
         block_shape: (m, d), tokens per block and values per token.
         group: number of consecutive values of a token that share one scale.
         record_shape: shape of one record in the Zarr array of the precision.
@@ -185,7 +185,7 @@ class Codec(ABC):
         if self.offset is None:
             return blocks
         out = np.empty(blocks.shape, dtype=BF16) if out is None else out[: len(blocks)]
-        # the kernel processes pairs of values
+        # the kernel processes pairs of values, so it cannot process an odd number
         if self.values % 2:
             np.subtract(blocks.astype(np.float32), self.offset, out, casting="unsafe")
             return out
@@ -263,7 +263,7 @@ class Codec(ABC):
 
 
 def _pieces(start: int, stop: int) -> Iterator[Span]:
-    """Yield the parts of a span from which the offset is subtracted at a time."""
+    """Split a span into parts of at most `_OFFSET_BLOCKS` blocks."""
     for first in range(start, stop, _OFFSET_BLOCKS):
         yield first, min(first + _OFFSET_BLOCKS, stop)
 

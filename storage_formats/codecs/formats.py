@@ -43,8 +43,8 @@ SECOND_LEVEL_SCALE = 2.0**-3
 LARGE_LEVEL = 3.34375
 """The larger magnitude of a `gauss2` code, in units of the scale."""
 LARGEST_INPUT = 15 * 2.0**124
-"""Finite magnitudes above this limit are encoded as the limit, because E4M3 would
-round them to 2**128.
+"""Finite magnitudes above this limit are encoded as the limit. Rounding to the few
+significant bits of E4M3 could turn them into 2**128, which is infinite in bfloat16.
 """
 
 
@@ -149,10 +149,10 @@ class Int8Codec(Codec):
     - m bfloat16 scales, little endian
 
     A decoded value is integer x scale, rounded to bfloat16. The scale is the largest
-    magnitude of the token divided by 127, rounded to bfloat16 and limited to 2 ** -133
-    to 2 ** 121. The encoder rounds value / scale to the nearest integer, ties to even,
-    and limits the integer to -127 to 127. This is the symmetric scheme of Jacob et al.,
-    2018.
+    magnitude of the token divided by 127, rounded to bfloat16, and limited to the range
+    from 2 ** -133 to 2 ** 121. The encoder rounds value / scale to the nearest integer,
+    ties to even, and limits the integer to the range from -127 to 127. This is the
+    symmetric scheme of Jacob et al., 2018.
     """
 
     name = "int8"
@@ -317,7 +317,7 @@ class MXFP8Codec(GroupScaledCodec):
       token
 
     A decoded value is code x scale. The scale of a group is the largest power of two
-    that does not exceed the largest magnitude of the group / 256 (section 6.3).
+    that does not exceed 1/256 of the largest magnitude of the group (section 6.3).
     Magnitudes above 448 x scale are stored as 448 x scale.
     """
 
@@ -347,9 +347,9 @@ class MXFP4Codec(GroupScaledCodec):
     fraction in bit 0. Its magnitudes are 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A scale is 2 **
     (byte - 127), and the byte 0xFF is NaN. A decoded value is code x scale.
 
-    The scale of a group is the largest power of two that does not exceed the largest
-    magnitude of the group / 4 (section 6.3). Magnitudes above 6 x scale are stored as 6
-    x scale.
+    The scale of a group is the largest power of two that does not exceed 1/4 of the
+    largest magnitude of the group (section 6.3). Magnitudes above 6 x scale are stored
+    as 6 x scale.
     """
 
     name = "mxfp4"
@@ -432,10 +432,11 @@ class Gauss2Codec(SignCodec):
     - m bfloat16 scales, little endian
 
     The low bit of a code is the sign, and 1 means negative. The high bit selects the
-    magnitude: scale, or 3.34375 x scale, rounded to bfloat16. The levels and the
-    threshold are those of Max, "Quantizing for minimum distortion", 1960, table I: the
-    magnitude is the large one if the value exceeds 0.9816 times the root mean square
-    of the token. The scale minimises the squared error of the token for these codes.
+    magnitude: scale, or 3.34375 x scale, rounded to bfloat16. The encoder selects the
+    larger magnitude if the magnitude of the value exceeds 0.9816 times the root mean
+    square of the token. This threshold and the ratio of the two magnitudes, rounded to
+    3.34375, are those of Max, "Quantizing for minimum distortion", 1960, table I. The
+    scale minimises the squared error of the token for these codes.
     The encoder computes in float64, sums from the first value to the last, and rounds
     the scale to float32 and then to bfloat16, limited to 2 ** 126.
     """
@@ -483,7 +484,8 @@ class Sign1Codec(SignCodec):
 
     def scorer(self, query: NDArray[np.float32]) -> Scorer | None:
         m, d = self.block_shape
-        # with fewer values, rounding the query would change a score by over 0.1 %
+        # The kernel processes 64 signs at a time. With fewer than 256 values, rounding
+        # the query would change a score by over 0.1 %.
         if d % 64 or d < 256:
             return None
         # Each query vector is rounded to integers of nine bits, -255 to 255, times a
@@ -491,7 +493,7 @@ class Sign1Codec(SignCodec):
         largest = np.abs(query).max(axis=1)
         steps = np.where(largest > 0, largest, 1).astype(np.float32) / np.float32(255)
         numbers = np.rint(query / steps[:, None]).astype(np.int16)
-        # row j contains bit j of each integer in two's complement
+        # `bits[i, j]` contains bit j, in two's complement, of each integer of vector i
         bits = numbers[:, None] >> np.arange(9, dtype=np.int16)[:, None] & 1
         planes = np.packbits(bits.astype(np.uint8), axis=2, bitorder="little")
         # `einsum` uses no threads. The operator `@` would start the threads of BLAS,

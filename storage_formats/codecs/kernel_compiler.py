@@ -1,7 +1,8 @@
 """Compilation of Numba kernels, with a cache on disk. Importing this module imports
 Numba.
 
-Each kernel is compiled for exactly one signature. Therefore, processes that fill
+Each kernel is compiled for exactly one signature, and not for the types of each call.
+The compiled code is therefore the same in every process, and processes that fill
 Numba's cache at the same time write equal files.
 """
 
@@ -89,8 +90,9 @@ count_ones: Any = intrinsic(_count_ones)
 
 def _prefer_wide_vectors(_: Any) -> Any:
     def generate(context: Any, builder: Any, *_: object) -> Any:
-        # llvmlite (0.50) refuses attributes with values, but writes them correctly.
-        # If another version stores attributes in another way, this one is left out.
+        # `add` of llvmlite (0.50) refuses attributes with values, so this line calls
+        # the method of its base class `set`. llvmlite then writes the attribute
+        # correctly. In a version where this call fails, the attribute is left out.
         with contextlib.suppress(TypeError):
             set.add(builder.function.attributes, '"prefer-vector-width"="512"')
         return context.get_dummy_value()
@@ -100,7 +102,7 @@ def _prefer_wide_vectors(_: Any) -> Any:
 
 prefer_wide_vectors: Any = intrinsic(_prefer_wide_vectors)
 """Lets LLVM use vectors of 512 bits in the kernel that calls this function. By default,
-it uses 256 bits on Intel processors that have both.
+LLVM uses vectors of 256 bits, even on Intel processors that have vectors of 512 bits.
 """
 
 

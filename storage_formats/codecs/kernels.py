@@ -106,7 +106,9 @@ def _rounded_bf16(number: np.float32) -> np.uint16:
 def _minifloat_code(
     number: np.float32, fraction_bits: int, bias: int, largest: float
 ) -> np.uint32:
-    """Return the minifloat code of |number|, rounded to nearest, ties to even."""
+    """Return the minifloat code of |number|, rounded to nearest, ties to even.
+    Magnitudes above `largest` get the code of `largest`.
+    """
     # Integer arithmetic on the bits rounds normal results. For subnormal results,
     # adding a power of two whose last bit has the weight of the smallest subnormal
     # rounds the number, and the low bits of the sum are the code.
@@ -217,8 +219,9 @@ def _shifted(number: np.uint16, exponent: np.uint16) -> Any:
 
 @inlined
 def _magnitude(number: np.uint16) -> Any:
-    """Return |number| as a float32, limited to 15 x 2**124 because E4M3 would round
-    larger numbers to 2**128.
+    """Return |number| as a float32, limited to 15 x 2**124. Rounding to the few
+    significant bits of E4M3 could turn larger numbers into 2**128, which is infinite in
+    bfloat16.
     """
     return _bf16(min(np.uint16(number & MAGNITUDE_BITS), np.uint16(0x7F70)))
 
@@ -690,6 +693,7 @@ def _pair(low: np.uint32, high: np.uint32) -> Any:
 def subtract_offset(pairs: U32, even: F32, odd: F32, residuals: U32) -> None:
     """Write blocks minus an offset to `residuals`.
 
+    Each word of `pairs` and of `residuals` contains two consecutive bfloat16 values.
     `even` and `odd` [m * d / 2] are the values of the offset with even and with odd
     indices.
     """
@@ -883,7 +887,9 @@ def _e2m1(magnitude: np.uint32, sign: np.uint32) -> Any:
 
 @inlined
 def _e2m1_pair(byte: int, scale: np.float32, even: np.float32, odd: np.float32) -> Any:
-    """Return the sums of the two values of a byte and their offsets."""
+    """Return value x scale + offset for the two values of a byte, as a word of two
+    bfloat16 values. `even` and `odd` are the two offsets.
+    """
     code = np.uint32(byte)
     low = _e2m1(np.uint32(code << np.uint32(22)), np.uint32(code << np.uint32(28)))
     high = _e2m1(np.uint32(code << np.uint32(18)), np.uint32(code << np.uint32(24)))
@@ -1165,7 +1171,8 @@ def max_sim_of_signs(
     scores: F32,
     sizes: Geometry,
 ) -> None:
-    """Write the MaxSim of a query in 9 bits and each record of sign bits to `scores`.
+    """Write the MaxSim of a query and each record of sign bits to `scores`. The values
+    of the query are rounded to integers of 9 bits.
 
     Args:
         offsets: byte offset of each record in `records`, int64 [k].

@@ -153,14 +153,15 @@ def read_remote_range(url: str, size: int, offset: int, version: FileVersion) ->
         # the file ends before the range
         raise ChangedFileError(url) from error
     # The servers behind one host name may send different ETags for the same version. So
-    # a different ETag means another version only if the times differ or are missing.
+    # a different ETag means another version only if the modification times differ or
+    # are missing.
     is_same_time = version.modified is not None and version.modified == current.modified
     is_other = (
         None not in (current.etag, version.etag)
         and current.etag != version.etag
         and not is_same_time
     )
-    # -1 if the server does not tell the length
+    # the current length is -1 if the server does not tell the length
     if is_other or current.length not in (-1, version.length):
         raise ChangedFileError(url)
     if len(data) != size:

@@ -59,7 +59,7 @@ _RETRIES = 6
 # never retries conditional writes, and does not retry all requests whose response ends
 # early.
 _ATTEMPTS = 4
-# seconds
+# seconds between the first two attempts; each further pause is twice as long
 _FIRST_WAIT = 0.1
 # maximum number of parts of an upload; S3 accepts 10,000
 _MAX_PARTS = 9_000
@@ -544,10 +544,11 @@ def _open_store(url: str) -> ObjectStore:
 def _aws_profile() -> tuple[Json, str]:
     """Return (arguments, endpoint) for a store on S3.
 
-    The arguments of `obstore.store.from_url` contain the credentials that boto3 finds,
-    for example those of the profile that `AWS_PROFILE` names. The endpoint is the URL
-    of the server in the profile. Both are empty if the environment variables that
-    obstore reads itself are set, or if there is no file of the AWS tools.
+    The arguments are for `obstore.store.from_url`. They contain the credentials that
+    boto3 finds, for example those of the profile that `AWS_PROFILE` names. The endpoint
+    is the URL of the server in the profile. Both are empty if `AWS_ACCESS_KEY_ID` or
+    `AWS_SKIP_SIGNATURE` is set, because obstore reads these variables itself, or if
+    there is no file of the AWS tools.
     """
     files = (
         ("AWS_CONFIG_FILE", "~/.aws/config"),

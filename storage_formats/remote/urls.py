@@ -119,7 +119,8 @@ def hub_address(url: str) -> tuple[str, str, str, str, dict[str, str]]:
                 .read_text()
                 .strip()
             )
-    # For such a token, the HTTP library would raise an error that shows the token.
+    # A token with line breaks or characters that are not ASCII is refused here, because
+    # the HTTP library would raise an error that shows the token.
     if not (token.isascii() and token.isprintable()):
         raise ValueError(
             "the token of the Hub has line breaks or characters that are not ASCII; set"
