@@ -143,9 +143,10 @@ class ImageEncoder:
         if target.type == "cpu":
             replace_linear_layers(vision, products)
         else:
-            # With weights in this dtype, a GPU is 1.4 times as fast as with float32
-            # weights and autocast. The error of a token of DINOv2-small is 0.014
-            # instead of 0.012.
+            # With bfloat16 weights, an H100 is 1.4 times as fast as with float32
+            # weights and autocast (ViT-L/16 at 384 pixels, batches of 128). Compared
+            # with float32, the error of a token is 0.014 instead of 0.012
+            # (DINOv2-small).
             vision.to(target, products)
             adapter.to(products)
         return cls(info, vision, adapter, Preprocessor(config), products)

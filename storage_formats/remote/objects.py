@@ -126,9 +126,9 @@ class ObjectInfo:
 class ObjectFolder:
     """The objects below a URL. Keys are relative to the URL. Thread-safe.
 
-    Requests that fail are repeated for up to a minute. Methods that read raise
-    `FileNotFoundError` if the object does not exist. All methods raise
-    `ObjectStoreError` if the store refuses a request or cannot be reached.
+    Requests that fail are repeated for up to a minute. The methods `read`, `read_range`
+    and `chunks` raise `FileNotFoundError` if the object does not exist. All methods
+    raise `ObjectStoreError` if the store refuses a request or cannot be reached.
 
     Attributes:
         url: the URL, without a slash at its end.
