@@ -22,9 +22,9 @@ Code that starts such threads or requests therefore follows this pattern:
 If another exception interrupts the cleanup, `task.abandon` remains in `pending`, and
 the next use of this pattern in the same thread calls it.
 
-Such an exception can also interrupt a class that is written in Python, for example
-`threading.Condition`, while it holds a lock. The lock then stays locked for ever. Code
-with this pattern therefore uses only locks and queues that are written in C:
+An exception from a signal handler can also interrupt a class that is written in Python,
+for example `threading.Condition`, while it holds a lock. The lock then stays locked for
+ever. Code with this pattern therefore uses only locks and queues that are written in C:
 `threading.Lock` and `threading.RLock` in `with` statements, and `queue.SimpleQueue`. So
 it does not use `concurrent.futures`. It does not use the thread pools of Numba either,
 because they abort a process that forks or that calls them from two threads.

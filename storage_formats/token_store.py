@@ -255,7 +255,8 @@ class TokenStore:
         Returns:
             ml_dtypes.bfloat16 [k, m, d], or a tensor of this shape. A row without a
             block (a hole) gives a block of NaN. Rows of failed inputs, rows of
-            duplicate inputs, and unused row ids are holes. `holes` finds them.
+            duplicate inputs, and row ids between the segments of the index, which no
+            input has, are holes. `holes` finds them.
 
         Raises:
             RowIdError: a row id is out of range. This error is also an `IndexError`.

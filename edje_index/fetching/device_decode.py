@@ -116,8 +116,8 @@ def _look_up(
 def _products(
     codec_class: type[GroupScaledCodec], device: torch.device
 ) -> torch.Tensor:
-    """Return a copy of the table of all products of scale and code on a device, int16
-    [256 * number of codes].
+    """Return a copy on `device` of the table `codec_class.products()`, as int16 [256 *
+    number of codes].
     """
     return torch.from_numpy(codec_class.products().view(np.int16)).to(device)
 

@@ -1,5 +1,5 @@
-"""Builds, extends and shortens the nearest-neighbour index of the embeddings (SPEC.md
-section 10). `faiss_index` searches it.
+"""Builds the nearest-neighbour index of the embeddings, and adds and removes rows
+(SPEC.md section 10). `faiss_index` searches the nearest-neighbour index.
 """
 
 from __future__ import annotations

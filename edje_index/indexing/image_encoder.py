@@ -94,7 +94,7 @@ class ImageEncoder:
         # launched at the same time, both would also wait at the same time, and the GPU
         # would then have nothing to do.
         self._launching = threading.Lock()
-        # batches of a GPU all have the same shape, so one recorded graph serves them
+        # on a GPU, all batches have the same shape, so one CUDA graph serves all
         self._graphs = CudaGraphs(self._run, self.device)
 
     @classmethod

@@ -96,9 +96,9 @@ class Attempt:
 
     Attributes:
         machine: id of the machine of the attempt. Empty if the job runs on the same
-            machine: then the job ends with the machine, and cannot notice its loss.
+            machine: if this machine is lost, the job ends too and cannot notice it.
         careful: whether one input at a time is prepared. True if the process of an
-            earlier attempt died.
+            earlier attempt died on a machine that was not lost.
         deaths: number of careful attempts that died at an input, by position of the
             input.
     """
@@ -194,7 +194,7 @@ def encode_shard(
     status "failed".
 
     If the GPU runs out of memory, the shard is encoded again with half of the batch
-    size, which the receipt then names.
+    size. The receipt then names the smaller batch size.
 
     Args:
         encoder: image encoder. The calling thread calls `encode`; several threads call

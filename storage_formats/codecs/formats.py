@@ -436,9 +436,9 @@ class Gauss2Codec(SignCodec):
     larger magnitude if the magnitude of the value exceeds 0.9816 times the root mean
     square of the token. This threshold and the ratio of the two magnitudes, rounded to
     3.34375, are those of Max, "Quantizing for minimum distortion", 1960, table I. The
-    scale minimises the squared error of the token for these codes.
-    The encoder computes in float64, sums from the first value to the last, and rounds
-    the scale to float32 and then to bfloat16, limited to 2 ** 126.
+    scale minimises the squared error of the token for these codes. The encoder computes
+    in float64, sums from the first value to the last, and rounds the scale to float32
+    and then to bfloat16, limited to 2 ** 126.
     """
 
     name = "gauss2"

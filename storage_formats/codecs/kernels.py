@@ -797,8 +797,8 @@ def _is_plain(records: U8, codes_at: Index, values: Index, groups: Index) -> boo
     """Return True if `decode_e4m3` can compute with the codes of a record instead of
     looking up products.
 
-    No E4M3 code may be NaN. All products code x scale must be exact bfloat16 values,
-    and so must all factors 2**120 x scale.
+    This is the case if no E4M3 code is NaN, and if all products code x scale and all
+    factors 2**120 x scale are exact bfloat16 values.
     """
     highest = np.uint8(0)
     for i in range(values):

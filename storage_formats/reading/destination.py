@@ -264,8 +264,9 @@ def _compiled_loop() -> Callable[..., None]:
 
 
 def _loop(total: int) -> Callable[..., None]:
-    """Return `reading.loops.copy_records` if Numba is already imported, or if its
-    import pays for a read of `total` bytes. Otherwise return `_plain_loop`.
+    """Return the loop for a read of `total` bytes: `reading.loops.copy_records` if
+    Numba is already imported, if the read is long, or if this process has checked many
+    bytes without Numba. Otherwise return `_plain_loop`.
     """
     # importing Numba takes half a second
     compiled = (

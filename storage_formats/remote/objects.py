@@ -139,7 +139,7 @@ class ObjectFolder:
 
     @classmethod
     def open(cls, url: str) -> ObjectFolder:
-        """Return the folder at `url`. Sends no request.
+        """Return the folder at `url`. This method sends no request.
 
         Raises:
             UsageError: the URL is not valid, or the environment lacks a setting that
