@@ -449,7 +449,8 @@ class GpuCheck:
         work = partial(image_tokens, vision, adapter, pixels)
         rates = [self._rate(batch, work)]
         if self.device.type == "cuda":
-            # All layers have the same shapes, so the kernel is compiled only once.
+            # All layers have the same shapes, so PyTorch compiles only the first one,
+            # and uses the result for the others.
             layers = vision.visual.transformer.resblocks
             for at, layer in enumerate(layers):
                 layers[at] = torch.compile(layer, dynamic=False)

@@ -1,6 +1,6 @@
-"""Measures the rates at which each precision is encoded, decoded and gathered, without
-and with an offset, in GB/s of bfloat16 tokens. An offset is a block that is subtracted
-from every block before encoding and added after decoding.
+"""Measures the rates at which blocks are encoded to each precision, decoded, and
+decoded in random order, without and with an offset, in GB/s of bfloat16 tokens. An
+offset is a block that is subtracted from every block before encoding and added after decoding.
 """
 
 from __future__ import annotations

@@ -425,8 +425,9 @@ def advice(
     The precision to keep is the smallest precision whose loss is acceptable, or the
     reference if there is none. A loss is acceptable if the upper bound of its
     confidence interval is at most 1 point of R@1. If the correct hits are not known,
-    the upper bound must be at most 3 % of changed first hits. If a smaller precision
-    was also measured, the sentence names the loss of the next smaller one.
+    the loss is the percentage of queries whose first hit differs from that of the
+    reference, and its upper bound must be at most 3 %. If a smaller precision was also
+    measured, the sentence also names the loss of the next smaller one.
     """
     ranked = [cost for cost in costs if cost.ranking]
     if not ranked:

@@ -116,11 +116,11 @@ def ranks_by_similarity(similarities: Floats, relevant: Bools) -> Ints:
 def ranks_after_reranking(
     scores: Floats, relevant: Bools, pool: int, ranks: Ints
 ) -> Ints:
-    """Return the rank of each query after the first `pool` candidates are sorted by
-    score, int64 [q].
+    """Return the rank, from 0 on, of the first relevant candidate of each query after
+    the first `pool` candidates are sorted by score, int64 [q].
 
-    If none of the first `pool` candidates of a query is relevant, its rank stays as in
-    `ranks`.
+    If none of the first `pool` candidates of a query is relevant, the rank in `ranks`
+    is returned.
 
     Args:
         scores: final scores of the candidates, float32 [q, p]. The candidates are

@@ -423,10 +423,12 @@ def recall_queries(
 def held_out(
     embeddings: IndexedEmbeddings, count: int
 ) -> tuple[NDArray[np.int64], Vectors]:
-    """Return row ids and embeddings of at most `count` rows from all shards.
+    """Return row ids and embeddings of at most `count` rows, which are spread evenly
+    over the shards.
 
     The row ids are odd, because rows with even row ids are used to train FAISS. The
-    last row id of a segment is an exception: it may be even.
+    last row id of a segment is an exception: it may be even, and its row may have been
+    used for training.
     """
     spec = embeddings.spec
     rng = np.random.default_rng(0)

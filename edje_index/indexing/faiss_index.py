@@ -1,9 +1,9 @@
 """Searches the nearest-neighbour index of the embeddings (SPEC.md section 10).
 
 Embeddings have the length 1, so inner products are cosine similarities. FAISS ids are
-row ids. Holes have no vector. A nearest-neighbour index has several parts: a build
-writes the first FAISS files, and each append writes one more. `faiss_build` writes the
-files.
+row ids. Holes have no vector. A nearest-neighbour index consists of one or several
+FAISS files: a build writes the first ones, and each append adds one. `faiss_build`
+writes the files.
 """
 
 from __future__ import annotations

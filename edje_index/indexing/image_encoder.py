@@ -215,7 +215,8 @@ class ImageEncoder:
         """
         with self._launching, torch.inference_mode():
             tokens, embeddings = self._graphs(pixels)
-            # from a GPU, these copies go to pinned memory and do not wait for the GPU
+            # If the tensors are on a GPU, these copies go to pinned memory and do not
+            # wait for the GPU.
             tokens = tokens.bfloat16().to("cpu", non_blocking=True)
             embeddings = embeddings.float().to("cpu", non_blocking=True)
             if self.device.type == "cuda":

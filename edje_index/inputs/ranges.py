@@ -48,9 +48,10 @@ threads read slightly out of order.
 """
 
 NEAR = 64
-"""Largest distance, in positions, over which a stream is read on to a requested
-position. For a position further ahead, the stream begins again at the last start before
-this position, unless the stream has passed this start already.
+"""Largest distance over which a stream is read on to a requested position, without
+using what is read. For a position further ahead, the stream is opened anew at the last
+position before it at which streams can start, unless the stream has already passed this
+position.
 """
 
 

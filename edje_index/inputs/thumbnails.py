@@ -193,8 +193,8 @@ def _locate(row: Json) -> InputRef:
             "not-a-local-path",
             "the index names the photo by a relative path",
         )
-    # This is checked here, because `read_bytes` would wait some seconds for a directory
-    # that has vanished.
+    # This is checked here, because `read_bytes` tries again for some seconds if the
+    # directory of the file is missing.
     if not os.path.isfile(path):
         raise ImageError("missing", "no such file")
     if parts is None or path == os.fsencode(uri):

@@ -268,9 +268,9 @@ class _Layer:
         mask: Tensor | None,
         outputs: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the states of the first `outputs` tokens after this layer, in float32
-        and in the data type of matrix products. If `outputs` is None, return the states
-        of all tokens.
+        """Return the output states of this layer for the first `outputs` tokens, or for
+        all tokens if `outputs` is None: a pair (states in float32, the same states in
+        the data type of matrix products).
 
         Args:
             x: states in float32 [b, t, d].

@@ -179,11 +179,11 @@ class IndexRows:
             yield table
 
     def _read_groups(self, shards: Sequence[int], names: Sequence[str]) -> None:
-        """Read the row groups of the filter tables that contain `shards`, and keep
+        """Read those row groups of the filter tables that contain `shards`, and keep
         their columns `names` in memory.
 
-        A row group contains many shards. A later search has hits in other shards, and
-        often finds these shards in memory.
+        A row group contains many shards. A later search with hits in other shards often
+        finds them in memory.
         """
         manifest = self._index.manifest
         spec = manifest.spec

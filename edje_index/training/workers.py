@@ -105,7 +105,9 @@ class WorkerGroup:
 
 
 def patient_group() -> Any:
-    """Return a new process group of all workers, with a time limit of 30 days."""
+    """Return a new process group of all workers. Its operations may wait for 30
+    days.
+    """
     return distributed.new_group(backend="gloo", timeout=_PATIENCE)
 
 

@@ -1,8 +1,8 @@
 """Compares the sources with the rows of an index, for an update.
 
 If a source cannot be read or lists no images, although rows of the index came from it,
-the comparison raises an error. Otherwise an update would delete these rows, for example
-because a disk is not mounted.
+the comparison raises an error. Without this error, an update would delete these rows
+if, for example, a disk is not mounted.
 """
 
 from __future__ import annotations

@@ -222,8 +222,8 @@ def absolute_spec(spec: str) -> str:
 
 
 def file_name(spec: str) -> str:
-    """Return the path or URL of a file. The query and the fragment of a web URL are
-    removed, so that the URL ends with the file suffix.
+    """Return `spec`, the path or URL of a file. The query and the fragment of a web URL
+    are removed, so that the URL ends with the file suffix.
     """
     if scheme_of(spec) not in WEB_SCHEMES:
         return spec
@@ -307,8 +307,8 @@ def listed_input(value: Any, directory: bytes) -> InputRef | None:
     valid path or URL, or if it is a URL with credentials.
 
     Args:
-        value: path or URL of the input, as read from a list: a text, bytes, or a value
-            of another type, which is not valid.
+        value: path or URL of the input, as read from a list. It is valid only if it is
+            a str or bytes.
         directory: directory or URL at which relative paths start. If it is a URL, the
             list is on a server and cannot name local files.
     """

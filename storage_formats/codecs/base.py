@@ -162,13 +162,14 @@ class Codec(ABC):
         """Decode the items of `moves` with the indices `range(*span)` on the calling
         thread.
 
-        The offsets and blocks are not checked. A wrong offset reads, and a wrong block
-        writes, memory outside the arrays.
+        The numbers in `moves` are not checked. A wrong offset reads memory outside
+        `memory`, and a wrong index of a block writes memory outside `bits`.
 
         Args:
             memory: uint8 [bytes], contiguous.
-            moves: (offsets, blocks), int64 [k] each, contiguous; the blocks are
-                distinct.
+            moves: (offsets, blocks), int64 [k] each, contiguous: the byte offset in
+                `memory` of each record, and the index in `bits` of the block to which
+                it is decoded. The indices are distinct.
             bits: bits of the decoded blocks, uint16 [n * m * d].
         """
 

@@ -58,23 +58,23 @@ def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
 fused: Callable[[Callable[..., Any]], Callable[..., Any]] = functools.partial(
     _njit, fastmath={"contract"}
 )
-"""Compiles a helper like `inlined`. LLVM may also combine a multiplication and an
+"""Compiles a helper as `inlined` does, but LLVM may combine a multiplication and an
 addition into one instruction, which rounds once.
 """
 
 summing: Callable[[Callable[..., Any]], Callable[..., Any]] = functools.partial(
     _njit, fastmath={"reassoc", "contract"}
 )
-"""Compiles a helper like `fused`. LLVM may also change the order of sums, so that it
-can vectorise them.
+"""Compiles a helper as `fused` does, but LLVM may also change the order of sums, so
+that it can vectorise them.
 """
 
 
 unordered: Callable[[Callable[..., Any]], Callable[..., Any]] = functools.partial(
     _njit, fastmath={"nnan", "nsz"}
 )
-"""Compiles a helper like `inlined`. LLVM may also assume that no number is NaN and that
-0.0 and -0.0 are the same, so that it can vectorise comparisons.
+"""Compiles a helper as `inlined` does, but LLVM may assume that no number is NaN and
+that 0.0 and -0.0 are the same, so that it can vectorise comparisons.
 """
 
 

@@ -92,7 +92,7 @@ NAN_CODE = 0xFF
 """A byte that is NaN in E8M0 and in E4M3. Two of these bytes are NaN in bfloat16."""
 
 CANONICAL_NAN = 0x7FC0
-"""Bits of the bfloat16 to which all precisions except `bf16` decode NaN."""
+"""Bits of the bfloat16 that every precision except `bf16` returns for a NaN."""
 
 
 def e8m0_values() -> NDArray[np.float32]:

@@ -107,8 +107,9 @@ class CommittedFiles:
             )
 
     def _own(self, group: pa.Table) -> NDArray[np.void]:
-        """Return an array with the fields of `_LINE` for `group`, a row group of a
-        shard table. It has the lines whose path matches `self._name`.
+        """Return the lines of `group`, a row group of a shard table, that belong to
+        files with the name `self._name` of any shard. The result is an array with the
+        fields of `_LINE`.
         """
         group = group.select(SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA)
         folder = self._name.rpartition("/")[0] + "/"

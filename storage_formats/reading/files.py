@@ -40,8 +40,8 @@ _MAX_OPEN = 8192
 # because a mapped file has two descriptors and a process has several such objects. An
 # evaluation has nine.
 _SHARE_OF_LIMIT = 8
-# Number of ranges in a part of `iter_ranges`. The caller checks and decodes a part
-# while the disk reads the next parts.
+# Number of ranges in each part that `iter_ranges` yields. The caller checks and
+# decodes a part while the disk reads the next parts.
 _PART_RANGES = 32
 # Number of threads that wait for reads. With `posix_fadvise`, all reads start before
 # the first wait, so one thread that waits for one read after the other is enough.
