@@ -1,6 +1,7 @@
 """Measures the rates at which blocks are encoded to each precision, decoded, and
 decoded in random order, without and with an offset, in GB/s of bfloat16 tokens. An
-offset is a block that is subtracted from every block before encoding and added after decoding.
+offset is a block that is subtracted from every block before encoding and added after
+decoding.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 leave receipts, and ends with one commit (SPEC.md section 11).
 
 A change writes new files under names that no committed snapshot uses, and then replaces
-`index.json`. Until then, readers see the index as it was before the change.
+`index.json`. Only a conversion may write files again that a snapshot names, with the same
+bytes. Until the end, readers see the index as it was before the change.
 `build/journal.json` describes the change that is under way. If a change is stopped, a
 later change of the same kind and request resumes it. If the stopped change has a plan
 or finished shards, any other change is refused until it is finished or discarded.
@@ -255,7 +256,8 @@ class Change:
 
         A change that ends without a commit keeps its plan and its finished shards for a
         later run. If it has neither, or was abandoned, its data files and `build/` are
-        removed at the end. After a commit, only `build/` is removed.
+        removed at the end. Only `build/` is removed after a commit, or if the change had
+        nothing to do.
 
         Args:
             earlier: journal of a stopped change; None if there is none. If the stopped
@@ -379,7 +381,8 @@ class IndexChange(Change):
         3. If a precision is new, remove `verified.bin`.
         4. Replace `index.json`.
         5. If the arrays shrink, write the `zarr.json` files.
-        6. Remove the files that no kept snapshot names.
+        6. If a snapshot was dropped or replaced, remove the files that no kept
+           snapshot names.
 
         After a crash, a reader sees the index from before or after the change.
         """

@@ -53,7 +53,8 @@ class FinalScore:
             values: arrays or tensors of the same shape, by name of the part.
 
         Raises:
-            ValueError: all weights are 0.
+            ValueError: all weights are 0. `may_be_first` also raises this error if the
+                logit is the only part.
         """
         first, *others = self.parts or (None,)
         if first is None:
@@ -98,9 +99,9 @@ def relevance(
     With a calibration, the relevance is a logistic function of the score. It was fitted
     on the pools of development queries, to tell matching pairs from pairs that do not
     match. Both kinds of pairs have the same total weight in the fit, so at a relevance
-    of 0.5, both kinds are equally likely. The best pair of each pool that does not
-    match would be the first hit if the query had no match. These best pairs therefore
-    have half of the weight of all pairs that do not match. For photos and texts other
+    of 0.5, both kinds are equally likely. Half of the weight of the pairs that do not
+    match is given to the best such pair of each pool, which would be the first hit if
+    the query had no match. For photos and texts other
     than those of the fit, the relevance is not the probability of a match.
 
     Without a calibration, the relevance is (1 + cosine) / 2 if the score is the

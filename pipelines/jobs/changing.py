@@ -206,17 +206,16 @@ class Edit:
         if self.needs_indexed and not total_counts(receipts).indexed:
             change.abandon()
             return before
-        moves_rows = self.spec.used_segments != before.spec.used_segments
-        edits_rows = bool(len(self.edits) or self.restored)
-        deletes_rows = bool(len(self.deleted))
-        adds_snapshot = moves_rows or edits_rows or deletes_rows or bool(self.earlier)
+        changes_segments = self.spec.used_segments != before.spec.used_segments
+        changes_rows = bool(len(self.edits) or self.restored or len(self.deleted))
+        adds_snapshot = changes_segments or changes_rows or bool(self.earlier)
         keeps_shape = self.spec == before.spec and self.settings is None
         if keeps_shape and not adds_snapshot and not self.ann:
             # The edit changes nothing.
             return before
         if self.earlier is None:
             ann = before.ann
-            if moves_rows and before.ann_files:
+            if changes_segments and before.ann_files:
                 # Import the module only here: the import takes several times as long as
                 # a deletion, and a deletion does not need the module.
                 from pipelines.jobs.ann import changed_ann

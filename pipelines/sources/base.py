@@ -394,6 +394,8 @@ def lost_file(source: Source, error: Exception) -> InputRef:
             the file would be lost.
         TransientInputError: as in `problem_of`.
     """
+    # An OSError without a number does not come from the system: pyarrow raises it for a
+    # damaged file.
     is_damage = not isinstance(error, OSError | ImageError) or (
         isinstance(error, OSError) and error.errno is None
     )

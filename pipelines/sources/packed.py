@@ -243,6 +243,7 @@ class ParquetImagesSource(Source):
             parquet, read, _ROWS_WITH_IMAGES if has_nulls else _ROWS, [*names, *leaves]
         ):
             metadata = dict(zip(names, values, strict=False))
+            # An image whose bytes are not read counts as present.
             image = values[-1] if leaves else b""
             path = image.get("path") if isinstance(image, dict) else None
             if path:

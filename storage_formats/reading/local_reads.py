@@ -163,6 +163,7 @@ class LocalReads:
             ]
             try:
                 for part in iter_ranges(requests):
+                    # the records [first, last) of the buffer are read
                     *_, first, _ = ranges[part][0]
                     *_, last = ranges[part][-1]
                     offsets = np.arange(first, last) * size
