@@ -2,8 +2,8 @@
 leave receipts, and ends with one commit (SPEC.md section 11).
 
 A change writes new files under names that no committed snapshot uses, and then replaces
-`index.json`. Only a conversion may write files again that a snapshot names, with the same
-bytes. Until the end, readers see the index as it was before the change.
+`index.json`. Only a conversion may write files again that a snapshot names, with the
+same bytes. Until the end, readers see the index as it was before the change.
 `build/journal.json` describes the change that is under way. If a change is stopped, a
 later change of the same kind and request resumes it. If the stopped change has a plan
 or finished shards, any other change is refused until it is finished or discarded.
