@@ -256,8 +256,8 @@ class Change:
 
         A change that ends without a commit keeps its plan and its finished shards for a
         later run. If it has neither, or was abandoned, its data files and `build/` are
-        removed at the end. Only `build/` is removed after a commit, or if the change had
-        nothing to do.
+        removed at the end. Only `build/` is removed after a commit, or if the change
+        had nothing to do.
 
         Args:
             earlier: journal of a stopped change; None if there is none. If the stopped

@@ -226,8 +226,8 @@ class _Reader:
         """Wait for a part of the requests in flight, and record their results."""
         in_flight = self._queue.in_flight
         part = max(_PART_REQUESTS, in_flight // _PART_SHARE)
-        # Do not wait for all requests unless only one is in flight, so that the disk has
-        # work until the next requests are started.
+        # Do not wait for all requests unless only one is in flight, so that the disk
+        # has work until the next requests are started.
         tags, results = self._queue.wait(max(1, min(part, in_flight // 2)))
         numbers = tags // PIECE_RECORDS
         for number in np.unique(numbers).tolist():

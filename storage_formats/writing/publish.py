@@ -134,8 +134,8 @@ def write_tables(
             for segment in {*spec.used_segments} - tables.keys()
             for shard in spec.segment_shards(segment)
         }
-        # A table to write may need lines of shards that existed before the change, which
-        # are in the tables of `before`.
+        # A table to write may need lines of shards that existed before the change,
+        # which are in the tables of `before`.
         if needed - spec.shards_not_in(old):
             dropped = tuple(
                 f"{folder}/{name}/"
