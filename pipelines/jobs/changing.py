@@ -450,8 +450,8 @@ def next_first_row(manifest: Manifest, shard_size: int) -> int:
     used this row id, the number of its shard, or higher ones.
     """
     spec = manifest.spec
-    shards = max(spec.shards, manifest.snapshot.next_shard, -(-spec.rows // shard_size))
-    return shards * shard_size
+    first_row = max(spec.shards, manifest.snapshot.next_shard) * spec.shard_size
+    return -(-first_row // shard_size) * shard_size
 
 
 def edited(
@@ -483,7 +483,7 @@ def edited(
     snapshot = before.snapshot
     if left_out or len(edit.deleted):
         deleted = index.deleted
-        goes = np.isin(deleted.row_ids // spec.shard_size, left_out)
+        goes = np.isin(deleted.row_ids // before.spec.shard_size, left_out)
         tombstones = Tombstones(deleted.row_ids[~goes]).with_rows(list(edit.deleted))
         snapshot = with_tombstones(layout, spec, snapshot, tombstones)
     # Usually, the files of earlier edits stay, and the lines of this change are written
