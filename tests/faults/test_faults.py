@@ -123,7 +123,7 @@ def test_a_sample_and_what_has_failed_before(request_bench, name, kind, argument
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("has_lived", "least_states", "least_runs"),
-    [(False, 9_000, 6_000), (True, 13_000, 7_500)],
+    [(False, 9_000, 6_000), (True, 12_000, 7_500)],
 )
 def test_every_crash_state(request_bench, has_lived, least_states, least_runs):
     names = [name for name in CASES if name.endswith("-lived") == has_lived]

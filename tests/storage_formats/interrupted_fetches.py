@@ -37,6 +37,7 @@ class Alarm:
     def __init__(self, shots: int, seed: int) -> None:
         self._shots = shots
         self._left = 0
+        self._is_ringing = False
         self._random = random.Random(seed)
         signal.signal(signal.SIGALRM, self._ring)
 
@@ -51,7 +52,13 @@ class Alarm:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _ring(self, _signal: int, frame: FrameType | None) -> None:
-        if self._left and _in_fetch(frame):
+        # On a busy machine, the next signal may arrive before this method returns.
+        if self._is_ringing:
+            return
+        self._is_ringing = True
+        is_hit = self._left > 0 and _in_fetch(frame)
+        self._is_ringing = False
+        if is_hit:
             self._left -= 1
             raise Interruption
 
