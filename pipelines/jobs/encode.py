@@ -244,7 +244,7 @@ def earlier_plan(
             text = (
                 f"{source} has changed since this command began; the command goes on"
                 " with the inputs that it listed then. Update the index when it is"
-                f" finished, or {how_to_discard(change.layout)[0]} to begin anew"
+                f" finished, or {how_to_discard(change.layout)[0]} to start over"
             )
             on_event(StatusMessage(text, is_warning=True))
     check_inputs(change.layout.root, plan, receipts)

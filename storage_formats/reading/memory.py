@@ -106,11 +106,11 @@ class BufferPool:
     def give_back(self, buffer: Bytes) -> None:
         """Return a buffer to the pool. The pool keeps at most 128 MiB."""
         with self._lock:
-            if self._kept_bytes + len(buffer) > _KEPT_BYTES:
-                # Free all other buffers, because the size of this buffer is the most
-                # likely to be requested next.
-                self.close()
             if len(buffer) <= _KEPT_BYTES:
+                if self._kept_bytes + len(buffer) > _KEPT_BYTES:
+                    # Free all other buffers, because the size of this buffer is the
+                    # most likely to be requested next.
+                    self.close()
                 self._kept_bytes += len(buffer)
                 self._free.setdefault(len(buffer), []).append(buffer)
 
