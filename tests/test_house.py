@@ -6,16 +6,13 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
 import itertools
 import re
 import subprocess
 import sys
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-import click
 import pytest
 
 REPO = Path(__file__).resolve().parents[1]
@@ -271,68 +268,6 @@ def test_one_module_reads_parquet_files():
     assert not {name for name in names if name.startswith("pyarrow.dataset")}
 
 
-LAYOUT_TOKENS = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENCODING,
-    tokenize.ENDMARKER,
-}
-
-F_STRING_START = getattr(tokenize, "FSTRING_START", -1)
-F_STRING_END = getattr(tokenize, "FSTRING_END", -1)
-
-
-def docstring_lines(path: Path) -> set[int]:
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    lines: set[int] = set()
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
-            docstring = node.body[0]
-            lines |= set(range(docstring.lineno, docstring.end_lineno + 1))
-    return lines
-
-
-def is_packed(node: ast.AST) -> bool:
-    """Return True for an assignment like `a, b = x, y`."""
-    return (
-        isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Tuple)
-        and any(isinstance(target, ast.Tuple) for target in node.targets)
-    )
-
-
-def test_the_code_is_small_and_has_air():
-    """Tokens price concepts, and denser lines do not make them fewer."""
-    tokens = 0
-    code_lines = 0
-    packed = 0
-    for path in modules():
-        docstrings = docstring_lines(path)
-        with path.open("rb") as file:
-            f_strings = 0
-            for token in tokenize.tokenize(file.readline):
-                is_docstring = (
-                    token.type == tokenize.STRING and token.start[0] in docstrings
-                )
-                # an f-string counts as one token, as in Python 3.11
-                f_strings -= token.type == F_STRING_END
-                is_inside = f_strings > 0 or token.type == F_STRING_END
-                f_strings += token.type == F_STRING_START
-                tokens += not (token.type in LAYOUT_TOKENS or is_docstring or is_inside)
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            is_comment = line.lstrip().startswith("#")
-            code_lines += (
-                bool(line.strip()) and not is_comment and (number not in docstrings)
-            )
-        packed += sum(is_packed(node) for node in ast.walk(parsed(path)))
-    assert tokens <= 294_800
-    assert tokens / code_lines <= 7.2
-    assert 1000 * packed / code_lines <= 2.5
-
-
 def test_no_line_is_wider_than_88_columns():
     command = ["git", "ls-files", "*.py"]
     listed = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
@@ -345,26 +280,3 @@ def test_no_line_is_wider_than_88_columns():
     ]
     assert listed.stdout
     assert not wide, wide
-
-
-def test_the_command_line_stays_small():
-    commands = list(_commands(importlib.import_module("pipelines.cli.main").cli))
-    options = [
-        option
-        for command in commands
-        for option in command.params
-        if isinstance(option, click.Option)
-    ]
-    assert len(commands) <= 36
-    assert len(options) <= 197
-
-
-def _commands(group: click.Group) -> Iterator[click.Command]:
-    """Every command below `group`, without the earlier names of a command."""
-    context = click.Context(group)
-    for name in group.list_commands(context):
-        command = group.get_command(context, name)
-        if isinstance(command, click.Group):
-            yield from _commands(command)
-        elif command is not None and not command.hidden:
-            yield command
