@@ -41,11 +41,12 @@ import functools
 import os
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -111,10 +112,17 @@ class _HelperThreads:
         self._started = 0
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Run `call` in a helper thread. `call` must not raise."""
+        """Run `call` in a helper thread, or never if no thread can be started. `call`
+        must not raise.
+        """
         if len(self._idle) <= self._calls.qsize() and self._started < _MAX_THREADS:
-            _thread.start_new_thread(self._run, ())
-            self._started += 1
+            try:
+                _thread.start_new_thread(self._run, ())
+                self._started += 1
+            except RuntimeError:
+                # The system allows no further thread. A running helper thread takes
+                # the call later, or the calling thread of `Crew` has done all by then.
+                pass
         self._calls.put(call)
 
     def _run(self) -> None:
@@ -190,16 +198,30 @@ class Crew(Generic[_Item]):
 
 
 _threads = _HelperThreads()
+_locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def _forget_threads() -> None:
+def fork_safe_lock() -> threading.RLock:
+    """Return a new lock that is free in a forked child process, even if another thread
+    of the parent process holds it.
+    """
+    lock = threading.RLock()
+    _locks.add(lock)
+    return lock
+
+
+def _repair_child() -> None:
     global _threads
     # the threads of the parent process do not exist in a forked child process
     _threads = _HelperThreads()
+    for lock in _locks:
+        # The standard library resets its own locks with this method. No public method
+        # frees a lock that a vanished thread holds.
+        lock._at_fork_reinit()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_threads)
+    os.register_at_fork(after_in_child=_repair_child)
 
 
 def run_threads(

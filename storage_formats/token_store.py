@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
@@ -38,7 +37,7 @@ from storage_formats.reading.local_reads import LocalReads
 from storage_formats.reading.memory import BufferPool
 from storage_formats.reading.object_reads import OBJECT_STORE, ObjectReads
 from storage_formats.remote.urls import IndexLocation
-from storage_formats.threads import ordered_map
+from storage_formats.threads import fork_safe_lock, ordered_map
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +75,7 @@ class TokenStore:
             finest(index.manifest.spec.precisions) if precision is None else precision
         )
         self._engine = engine
-        self._refreshing = threading.Lock()
+        self._refreshing = fork_safe_lock()
         self._view = self._view_of(index)
 
     @classmethod

@@ -7,7 +7,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import BinaryIO, TypeVar
 
@@ -27,6 +26,7 @@ from storage_formats.format.shard_table import (
     FileEntry,
     table_lines,
 )
+from storage_formats.threads import fork_safe_lock
 
 _LINE = np.dtype([("shard", "i8"), ("bytes", "i8"), ("crc32c", "u4")])
 # Number of shards that are looked up at once. The lines of 1,024 consecutive shards are
@@ -59,7 +59,7 @@ class CommittedFiles:
         # the lines read so far, sorted by shard
         self._lines = np.empty(0, _LINE)
         self._shards = self._lines["shard"]
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
 
     def files(self, shards: Iterable[int]) -> dict[int, FileEntry]:
         """Return the file entry of each of `shards`, keyed by shard number. Each

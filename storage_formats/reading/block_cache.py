@@ -21,7 +21,6 @@ import hashlib
 import os
 import shutil
 import stat
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,6 +35,7 @@ from storage_formats.reading.checksums import BlockChecksums
 from storage_formats.reading.destination import Destination, checksums_at
 from storage_formats.reading.memory import BufferPool
 from storage_formats.system_calls import advise
+from storage_formats.threads import fork_safe_lock
 
 SETTING = "EDJE_CACHE_BYTES"
 _DEFAULT_BYTES = 10 << 30
@@ -197,7 +197,7 @@ class CacheFiles:
         # of the process removes files.
         self._unchecked = self._step
         self._paused_until = 0.0
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
 
     def open(self, name: str) -> int | None:
         """Open a file for reading and note its use. Return the descriptor, or None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 
 import numpy as np
@@ -14,6 +13,7 @@ from storage_formats.format.layout import checksum_file
 from storage_formats.format.shard_table import check_content
 from storage_formats.reading.batch import Batch
 from storage_formats.reading.files import ShardFiles, TokenFiles, read_ranges
+from storage_formats.threads import fork_safe_lock
 
 # maximum size of the checksums in memory: 4 bytes for each of 16 million rows
 _KEPT_BYTES = 64 << 20
@@ -38,7 +38,7 @@ class BlockChecksums:
         self._files = ShardFiles(tokens.index.root, name)
         self._spec = tokens.index.manifest.spec
         self._kept: OrderedDict[int, Checksums] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
 
     def expected(self, batch: Batch) -> Checksums:
         """Return the stored CRC-32C of each record of `batch`, uint32 [n]."""

@@ -54,7 +54,8 @@ def read_direct(
             destination.
 
     Raises:
-        RequestError: a request was refused, failed, or read too few bytes.
+        RequestError: the queue or a request was refused, or a request failed or read
+            too few bytes.
     """
     pending = unsettled()
     settle(pending)

@@ -31,15 +31,14 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.batch import Batch
 from storage_formats.reading.queues import system_call
 from storage_formats.system_calls import LACKING, advise
-from storage_formats.threads import run_threads
+from storage_formats.threads import fork_safe_lock, run_threads
 
 # Maximum number of open files of one `ShardFiles` object. Each file may be mapped, and
 # Linux allows a process 65,530 memory maps by default (vm.max_map_count).
 _MAX_OPEN = 8192
-# One `ShardFiles` object opens at most 1/8 of the files that the process may open,
-# because a mapped file has two descriptors and a process has several such objects. An
-# evaluation has nine.
-_SHARE_OF_LIMIT = 8
+# The `ShardFiles` objects together open at most 1/4 of the files that the process may
+# open, because a mapped file has two descriptors.
+_SHARE_OF_LIMIT = 4
 # Number of ranges in each part that `iter_ranges` yields. The caller checks and
 # decodes a part while the disk reads the next parts.
 _PART_RANGES = 32
@@ -105,7 +104,7 @@ class ShardFile:
     trusted_until: float = 0.0
     _map: NDArray[np.uint8] | None = field(default=None, repr=False)
     _address: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _lock: threading.RLock = field(default_factory=fork_safe_lock, repr=False)
 
     def mapped_at(self) -> int:
         """Return the memory address at which the file is mapped. The first call maps
@@ -254,9 +253,13 @@ def iter_ranges(
         yield part
 
 
-@functools.cache
+_caches: weakref.WeakSet[ShardFiles] = weakref.WeakSet()
+
+
 def open_files() -> int:
-    """Return the maximum number of files that a `ShardFiles` object keeps open."""
+    """Return the maximum number of files that a `ShardFiles` object keeps open. The
+    existing objects share the number of files that the process may open.
+    """
     try:
         import resource
     except ImportError:
@@ -265,7 +268,8 @@ def open_files() -> int:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return _MAX_OPEN
-    return max(8, min(_MAX_OPEN, limit // _SHARE_OF_LIMIT))
+    share = limit // (_SHARE_OF_LIMIT * max(2, len(_caches)))
+    return max(8, min(_MAX_OPEN, share))
 
 
 class ShardFiles:
@@ -293,10 +297,13 @@ class ShardFiles:
         self._root = root
         self._name = name
         self._open: OrderedDict[int, ShardFile] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
         # Closes the files when this object is freed. At the exit of the process, the
         # kernel closes them.
         weakref.finalize(self, _close_all, self._open).atexit = False
+        _caches.add(self)
+        for cache in list(_caches):
+            cache.release({})
 
     def acquire(self, shards: Iterable[int]) -> dict[int, ShardFile]:
         """Return the open file of each of `shards`, keyed by shard number. The caller

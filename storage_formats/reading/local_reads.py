@@ -111,9 +111,10 @@ class LocalReads:
                 try:
                     read_direct(part, self._direct_files, self._queues, self._buffers)
                 except RequestError:
-                    # Either the file system does not support the requests, or the file
-                    # is damaged. In the second case, `portable` raises an error that
-                    # describes the damage.
+                    # Either the kernel has no queue left (fs.aio-max-nr limits those
+                    # of all processes together), or the file system does not support
+                    # the requests, or the file is damaged. In the last case,
+                    # `portable` raises an error that describes the damage.
                     self._read_portable(part)
             elif engine == "mapped":
                 self._read_mapped(part)

@@ -1,17 +1,15 @@
 """Allocation of memory for blocks.
 
-The memory is page-aligned, because direct I/O requires aligned memory. New memory costs
-page faults. So small arrays take the memory of earlier arrays, and large arrays use
-huge pages, which cause only one page fault per 2 MiB. Small arrays do not use huge
-pages: if the page cache has taken all free memory, the kernel needs milliseconds to
-provide a huge page.
+The memory is page-aligned, because direct I/O requires aligned memory. Arrays of at
+least 2 MiB use huge pages: direct I/O into pages of 4 kB reaches half the speed of the
+disk. New memory costs page faults, and milliseconds for each huge page if the page
+cache has taken all free memory. So small arrays take the memory of earlier arrays.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-import threading
 import weakref
 from collections import deque
 from types import SimpleNamespace
@@ -19,10 +17,13 @@ from types import SimpleNamespace
 import numpy as np
 from numpy.typing import NDArray
 
-# The memory of arrays up to this size is used again. Larger arrays get huge pages.
+from storage_formats.threads import fork_safe_lock
+
+# The memory of arrays up to this size is used again.
 _LARGEST_LENT = 64 << 20
 _SMALLEST_BUFFER = 64 << 10
 _KEPT_BYTES = 128 << 20
+_HUGE_PAGE = 2 << 20
 
 Bytes = NDArray[np.uint8]
 
@@ -31,7 +32,7 @@ def aligned_bytes(size: int) -> Bytes:
     """Allocate an array that starts at a page boundary, uint8 [size]."""
     mapped = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # only Linux has this advice
-    if size > _LARGEST_LENT and hasattr(mmap, "MADV_HUGEPAGE"):
+    if size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         # the kernel may have been built without huge pages
         with contextlib.suppress(OSError):
             mapped.madvise(mmap.MADV_HUGEPAGE)
@@ -77,7 +78,7 @@ class BufferPool:
     def __init__(self) -> None:
         # The lock is reentrant, because a signal handler that fetches blocks may
         # interrupt a method that holds the lock.
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock()
         self._free: dict[int, list[Bytes]] = {}
         self._kept_bytes = 0
         self._loans: set[_Loan] = set()

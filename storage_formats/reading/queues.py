@@ -14,14 +14,13 @@ import functools
 import os
 import platform
 import sys
-import threading
 import weakref
 from typing import Any
 
 import numpy as np
 
-from storage_formats.errors import cannot_read
 from storage_formats.reading.batch import PIECE_RECORDS, Ints
+from storage_formats.threads import fork_safe_lock
 
 # Maximum number of requests in flight of one queue. This number keeps a disk busy
 # (docs/lab/storage-io.md), and has room for four pieces of 128 requests.
@@ -72,7 +71,7 @@ def system_call(number: int, *arguments: int) -> int:
 
 
 class RequestError(Exception):
-    """The kernel has refused a request, or a request has failed.
+    """The kernel has refused a queue or a request, or a request has failed.
 
     This class is no subclass of OSError, because a signal handler may raise
     TimeoutError, a subclass of OSError, which must not be taken for a failed request.
@@ -206,7 +205,7 @@ class QueuePool:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
         self._free: list[Queue] = []
         self._owner = os.getpid()
 
@@ -215,7 +214,7 @@ class QueuePool:
         `give_back`.
 
         Raises:
-            MachineError: the kernel refuses to create a queue.
+            RequestError: the kernel refuses to create a queue.
         """
         with self._lock:
             if self._owner != os.getpid():
@@ -231,7 +230,7 @@ class QueuePool:
             try:
                 return Queue(PIECE_RECORDS)
             except OSError as error:
-                raise cannot_read("the token files", error) from error
+                raise RequestError from error
 
     def give_back(self, queue: Queue) -> None:
         """Return an idle queue to the pool."""

@@ -9,6 +9,7 @@ import gc
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage_formats import CorruptIndexError, TokenStore, UsageError, codec
+from storage_formats import CorruptIndexError, TokenStore, UsageError, codec, threads
 from storage_formats.format.layout import Layout
 from storage_formats.reading import direct, queues
 from storage_formats.reading.batch import PIECE_RECORDS
@@ -369,3 +370,78 @@ def test_a_store_works_after_a_fork(built, whole, engine):
 
 def test_no_range_needs_no_read():
     read_ranges([])
+
+
+@needs_queues
+def test_a_fetch_without_queues_reads_portably(built, whole, monkeypatch):
+    def refuse(entries):
+        raise OSError(errno.EAGAIN, "fs.aio-max-nr is reached")
+
+    monkeypatch.setattr(queues, "Queue", refuse)
+    blocks = TokenStore.open(built[0], engine="direct").fetch(range(SPEC.rows))
+    assert same_bits(blocks, whole["bf16"])
+
+
+@pytest.mark.parametrize("engine", ALL)
+def test_a_fetch_without_helper_threads_works_in_the_calling_thread(
+    built, whole, engine, monkeypatch
+):
+    def refuse(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("_thread.start_new_thread", refuse)
+    monkeypatch.setattr("storage_formats.threads._threads", threads._HelperThreads())
+    monkeypatch.setattr("storage_formats.threads._CHUNK_BYTES", 4096)
+    monkeypatch.setattr("storage_formats.threads.default_threads", lambda: 4)
+    blocks = TokenStore.open(built[0], "fp8", engine).fetch(range(SPEC.rows))
+    assert same_bits(blocks, whole["fp8"])
+
+
+@linux
+@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_fetches_although_another_thread_held_every_lock(built, engine):
+    store = TokenStore.open(built[0], engine=engine)
+    store.fetch(range(SPEC.rows))
+    held = list(threads._locks)
+    are_held = threading.Event()
+    may_end = threading.Event()
+
+    def hold():
+        with contextlib.ExitStack() as stack:
+            for lock in held:
+                stack.enter_context(lock)
+            are_held.set()
+            may_end.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    are_held.wait()
+    child = os.fork()
+    if not child:
+        # the default action of the signal ends a child that hangs
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        store.fetch(range(SPEC.rows))
+        os._exit(0)
+    may_end.set()
+    holder.join()
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_all_stores_together_open_a_part_of_the_allowed_files(many_shards):
+    script = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+from storage_formats import TokenStore
+stores = []
+for _ in range(int(sys.argv[2])):
+    stores.append(TokenStore.open(sys.argv[1], engine="mapped"))
+    stores[-1].fetch(range(60))
+print(sum(sys.argv[1] in os.readlink(f"/proc/self/fd/{fd}")
+          for fd in os.listdir("/proc/self/fd")
+          if os.path.lexists(f"/proc/self/fd/{fd}")))
+"""
+    command = [sys.executable, "-c", script, str(many_shards[0]), "9"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) <= 160
