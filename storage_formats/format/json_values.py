@@ -15,6 +15,8 @@ def read_json(kind: Any, value: Any, name: str = "it") -> Any:
     """Convert `value`, parsed JSON, to the type `kind`, and check the types of all its
     members. Members that a dataclass does not have are left out.
 
+    Integers must be in 0..2^63 - 1. Booleans are not accepted as numbers.
+
     Args:
         kind: a plain type such as `int`, a dataclass, a `TypedDict`, or a class with
             the method `from_json`. Also `X | None`, `tuple[X, ...]`, `list[X]` or
@@ -47,8 +49,12 @@ def read_json(kind: Any, value: Any, name: str = "it") -> Any:
         return tuple(read_json(get_args(kind)[0], each, name) for each in value)
     # JSON may write a float without a fraction, which Python parses as an int.
     accepted = int | float if plain is float else plain
-    if plain is not Any and not isinstance(value, accepted):
+    # In Python, a boolean is an integer.
+    is_bool = isinstance(value, bool) and plain is not bool
+    if plain is not Any and (is_bool or not isinstance(value, accepted)):
         raise TypeError(f"{name} must be of type {plain.__name__}, got {shown(value)}")
+    if plain is int and not 0 <= value < 1 << 63:
+        raise ValueError(f"{name} must be in 0..2^63 - 1, got {shown(value)}")
     if plain is list:
         return [read_json(get_args(kind)[0], each, name) for each in value]
     # A `dict` with type arguments is `dict[str, V]`: each value must be of type V. The

@@ -144,8 +144,8 @@ class RowMap:
         """
         return cls(
             FileEntry.from_json(value),
-            int(value["first_row"]),
-            bool(value.get("partial", False)),
+            read_json(int, value["first_row"], "first_row"),
+            read_json(bool, value.get("partial", False), "partial"),
         )
 
 
@@ -618,7 +618,8 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
     try:
         members: _Members = read_json(_Members, value, "index.json")
         manifest = _manifest(members)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, UsageError) as error:
+        # `IndexSpec` raises UsageError.
         raise CorruptIndexError(
             f"a member of {where} is missing or has the wrong type ({error!r}); restore"
             " the file from a backup"
@@ -652,14 +653,14 @@ def _manifest(members: _Members) -> Manifest:
     """Convert `members`, whose types were checked, to a manifest.
 
     Raises:
-        KeyError, TypeError, ValueError: the value of a member is not valid.
+        KeyError, TypeError, ValueError, UsageError: the value of a member is not valid.
     """
     m, d = members.block_shape
     number = members.snapshot
     oldest = members.oldest_snapshot
     if (
-        not 0 <= (oldest or 0) <= number
-        or not 0 <= members.next_shard < _MAX_SHARDS
+        (oldest or 0) > number
+        or members.next_shard >= _MAX_SHARDS
         or not members.precisions
     ):
         raise ValueError(

@@ -17,6 +17,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from storage_formats.format.json_values import read_json
+
 Value: TypeAlias = bool | int | float | str | datetime.datetime | list[str]
 """A value of a source column. A `datetime` has a time zone."""
 
@@ -112,14 +114,14 @@ class SourceColumn:
         column = cls(
             str(value["name"]),
             tuple(str(kind) for kind in value["kinds"]),
-            int(value["values"]),
+            read_json(int, value["values"], "values"),
         )
         is_known = (
             bool(column.kinds)
             and set(column.kinds) <= set(_KINDS)
             and column.type == value.get("type", column.type)
         )
-        if not is_known or not is_allowed(column.name) or column.values < 0:
+        if not is_known or not is_allowed(column.name):
             raise ValueError(f"{dict(value)} does not describe a source column")
         return column
 

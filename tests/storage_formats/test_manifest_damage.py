@@ -4,7 +4,10 @@ clear error.
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
+import operator
 
 import pytest
 
@@ -14,6 +17,29 @@ from storage_formats.format.layout import IndexSpec
 from tests.conftest import write_random_index
 
 SPEC = IndexSpec(rows=5, shard_size=4, block_shape=(4, 16), embed_dim=6)
+ENTRY = {"path": "manifest/shards-0000000a.parquet", "bytes": 99, "crc32c": "0000000a"}
+# all members that `index.json` can have
+EVERYTHING = {
+    "snapshot": 3,
+    "next_shard": 2,
+    "oldest_snapshot": 1,
+    "deleted": {**ENTRY, "rows": 1},
+    "offset": {**ENTRY, "precisions": ["bf16"]},
+    "segments": [{"first_row": 0, "rows": 5, "shard_table": ENTRY}],
+    "row_maps": [{**ENTRY, "first_row": 0, "partial": False}],
+    "columns": [{"name": "text", "type": "string", "kinds": ["text"], "values": 3}],
+    "edits": [ENTRY],
+    "filter_tables": [ENTRY],
+    "counts": {"inputs": 5, "indexed": 3, "duplicates": 1, "failed": {"empty": 1}},
+    "ann": {
+        "kind": "flat",
+        "vectors": 5,
+        "probes": 1,
+        "candidates": 2,
+        "recall": {"k": 10, "value": 0.9, "target": 0.9},
+        "files": [{**ENTRY, "vectors": 5}],
+    },
+}
 
 
 def change(root, **members):
@@ -57,6 +83,34 @@ def test_senseless_members_are_damage(tmp_path, members):
     with pytest.raises(CorruptIndexError, match="is missing or has the wrong type"):
         Manifest.load(tmp_path)
     assert [problem.code for problem in verify_index(tmp_path)] == ["manifest"]
+
+
+def integers(value, *path):
+    """The path of each integer in `value`, which is JSON."""
+    if type(value) is int:
+        yield path
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    for key, each in value.items() if isinstance(value, dict) else ():
+        yield from integers(each, *path, key)
+
+
+def test_a_number_that_cannot_be_a_count_is_damage(tmp_path):
+    write_random_index(tmp_path, SPEC)
+    change(tmp_path, **EVERYTHING)
+    whole = json.loads((tmp_path / "index.json").read_text())
+    Manifest.load(tmp_path)
+    # `record_bytes` follows from the precision and is not read
+    members = [path for path in integers(whole) if "record_bytes" not in path]
+    assert len(members) == 31
+    for *path, last in members:
+        for wrong in (-1, 10**30, True, 1.5, "1", []):
+            value = copy.deepcopy(whole)
+            part = functools.reduce(operator.getitem, path, value)
+            part[last] = wrong
+            data = json.dumps({**value, "crc32c": json_checksum(value)}).encode()
+            with pytest.raises(CorruptIndexError, match="is missing or has the wrong"):
+                Manifest.parse(data, "index.json")
 
 
 def test_counts_that_do_not_add_up_name_the_file(tmp_path):
