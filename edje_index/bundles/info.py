@@ -29,7 +29,7 @@ from edje_index.models.safety import check_bundle_folder
 from edje_index.scoring.weights import DirectionWeights, ScoreWeights
 from storage_formats.arguments import as_path, repr_of
 from storage_formats.atomic import Json
-from storage_formats.format.index_files import read_index_file
+from storage_formats.format.index_files import read_index_file, relative_path
 from storage_formats.format.offset import Offset, check_offset
 
 if TYPE_CHECKING:
@@ -280,7 +280,9 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
             notes=str(content["notes"]),
             pool=None if content.get("pool") is None else int(content["pool"]),
             origins=dict(content.get("origins", {})),
-            files=dict(content["files"]),
+            files={
+                relative_path(name): file for name, file in content["files"].items()
+            },
             fingerprint=str(content["fingerprint"]),
             encoder_fingerprint=str(content["encoder_fingerprint"]),
         )
@@ -301,7 +303,7 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
             f"{file} was edited after the bundle was made, because its fingerprint does"
             " not match: restore this file, or make the bundle again"
         )
-    check_bundle_folder(folder, info.files)
+    check_bundle_folder(folder)
     return info
 
 

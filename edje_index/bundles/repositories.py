@@ -25,6 +25,7 @@ from edje_index.models.safety import read_configuration
 from storage_formats.atomic import Json
 from storage_formats.errors import EdjeError
 from storage_formats.extras import name_missing_extra
+from storage_formats.format.index_files import relative_path
 from storage_formats.remote.urls import HUB_CREDENTIALS, hub_address, hub_kind
 
 Say = Callable[[str], None]
@@ -223,12 +224,12 @@ def _download(
                 raise error from None
             source = open_source(Path(cached, path))
             return replace(source, label=f"{repository}@{Path(cached).name[:12]}")
-        files = {file.rfilename: file for file in info.siblings or ()}
-        if outside := [name for name in files if not _is_inside(name)]:
-            raise ModelError(
-                f"{url} lists the file {outside[0]!r} outside its directory; do not use"
-                " this model"
-            )
+        try:
+            files = {
+                relative_path(file.rfilename): file for file in info.siblings or ()
+            }
+        except ValueError as error:
+            raise ModelError(f"{url}: {error}; do not use this model") from error
         label = f"{repository}@{str(info.sha)[:12]}"
         # `base` is the directory that the URL names. If the URL names a file, `base` is
         # the directory of the file.
@@ -350,8 +351,3 @@ def _whole(name: str) -> str:
     """
     path = PurePosixPath(name)
     return str(path.with_name(f"{_SHARD.sub('', path.stem)}{path.suffix}"))
-
-
-def _is_inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts and "\\" not in name

@@ -11,7 +11,6 @@ from pathlib import Path
 from storage_formats.atomic import replacing
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.checksum import crc32c
-from storage_formats.format.index_files import check_inside
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.remote.objects import ObjectFolder
 
@@ -47,7 +46,7 @@ def download(folder: ObjectFolder, root: Path, entries: Iterable[FileEntry]) -> 
     """Download those files of `entries` that do not exist below `root`, in parallel."""
 
     def fetch(entry: FileEntry) -> None:
-        path = check_inside(root, root / entry.path)
+        path = root / entry.path
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             file.writelines(committed_chunks(folder, entry))

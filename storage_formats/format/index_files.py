@@ -9,8 +9,34 @@ import errno
 import functools
 import io
 import os
+import re
 import stat
 from pathlib import Path
+
+from storage_formats.arguments import shown
+
+# control characters, and the separator of paths on Windows
+_REFUSED = re.compile(r"[\x00-\x1f\x7f\\]")
+# Most file systems accept no longer names.
+_MAX_PATH_BYTES = 255
+
+
+def relative_path(name: str) -> str:
+    """Return `name`, the path of a file relative to a directory, as an index, a model
+    bundle or a repository lists it. The author of the list may be a stranger, so call
+    this function before the path is joined to a directory.
+
+    Raises:
+        ValueError: `name` is not valid Unicode, could lead out of the directory, or
+            cannot be the path of a file.
+    """
+    if (
+        not {"", ".", ".."}.isdisjoint(name.split("/"))
+        or _REFUSED.search(name)
+        or len(name.encode()) > _MAX_PATH_BYTES
+    ):
+        raise ValueError(f"{shown(name)} is not the path of a file inside a directory")
+    return name
 
 
 def open_regular(path: str | Path, flags: int = 0) -> int:

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import CorruptIndexError, cannot_read
 from storage_formats.format.checksum import crc32c, crc32c_file, to_hex
-from storage_formats.format.index_files import read_index_file
+from storage_formats.format.index_files import read_index_file, relative_path
+from storage_formats.format.json_values import read_json
 from storage_formats.format.layout import SHARD_TABLE_FILE, Layout
 from storage_formats.format.parquet import read_table
 
@@ -76,10 +77,9 @@ class FileEntry:
         Raises:
             KeyError, TypeError, ValueError: a member is missing or not valid.
         """
-        path = str(value["path"])
-        if "\0" in path:
-            raise ValueError(f"the path {path!r} contains a NUL character")
-        return cls(path, int(value["bytes"]), int(value["crc32c"], 16))
+        path = relative_path(read_json(str, value["path"], "path"))
+        length = read_json(int, value["bytes"], "bytes")
+        return cls(path, length, int(value["crc32c"], 16))
 
 
 def check_content(
@@ -148,11 +148,12 @@ def table_lines(table: pa.Table) -> list[tuple[int, FileEntry]]:
 
     Raises:
         KeyError, ValueError, pyarrow.ArrowException: `table` does not have the columns
-            of `SHARD_TABLE_SCHEMA`.
+            of `SHARD_TABLE_SCHEMA`, or lists a path that could lead out of the index.
     """
     table = table.select(SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA)
-    shards, *columns = (column.to_pylist() for column in table.columns)
-    return list(zip(shards, map(FileEntry, *columns), strict=True))
+    shards, paths, *columns = (column.to_pylist() for column in table.columns)
+    entries = map(FileEntry, map(relative_path, paths), *columns)
+    return list(zip(shards, entries, strict=True))
 
 
 def write_shard_table(

@@ -358,37 +358,46 @@ def test_damaged_metadata_is_a_problem(local, pattern):
     assert not [each for each in problems if "cache" in each.message]
 
 
-def test_a_shard_table_cannot_make_verify_touch_other_files(local, tmp_path):
+@pytest.mark.parametrize("lists", ["shard table", "ann"])
+@pytest.mark.parametrize("is_absolute", [True, False])
+def test_an_index_cannot_make_verify_touch_other_files(
+    local, tmp_path, lists, is_absolute
+):
     """The files are downloaded to a directory in the cache, and deleted afterwards."""
     outside = tmp_path / "cache/outside"
     outside.parent.mkdir(exist_ok=True)
     outside.write_text("precious")
+    entry = FileEntry(str(outside) if is_absolute else "../outside", 8, 0)
     layout = Layout(local)
-    manifest = Manifest.load(local)
-    lines = [
-        *read_shard_table(local, manifest.shard_tables[0]),
-        (0, FileEntry("../outside", 8, 0)),
-    ]
-    lines.append((1, FileEntry(str(outside), 8, 0)))
-    lines.append(
-        (1, next(entry for _, entry in lines if entry.path == "tokens/bf16/c.0.0.0"))
-    )
-    table = write_shard_table(
-        layout, sorted(lines, key=lambda line: (line[0], line[1].path))
-    )
+    lines = read_shard_table(local, Manifest.load(local).shard_tables[0])
+    value = json.loads(layout.manifest.read_text())
+    if lists == "ann":
+        value["ann"]["files"].append(entry.to_json())
+    else:
+        table = write_shard_table(layout, [*lines, (1, entry)])
+        value["shard_table"] = table.to_json()
+        put(table.path, (local / table.path).read_bytes())
+    value["crc32c"] = json_checksum(value)
+    put("index.json", json.dumps(value).encode())
+    (problem,) = verify_index(URL)
+    assert problem.code == "manifest"
+    assert outside.read_text() == "precious"
+
+
+def test_a_file_listed_for_another_shard_is_a_problem(local):
+    layout = Layout(local)
+    lines = read_shard_table(local, Manifest.load(local).shard_tables[0])
+    path = "tokens/bf16/c.0.0.0"
+    entry = next(entry for _, entry in lines if entry.path == path)
+    table = write_shard_table(layout, [*lines, (1, entry)])
     value = json.loads(layout.manifest.read_text())
     value["shard_table"] = table.to_json()
     value["crc32c"] = json_checksum(value)
     put(table.path, (local / table.path).read_bytes())
     put("index.json", json.dumps(value).encode())
-    problems = {(each.path, each.code) for each in verify_index(URL)}
-    expected = {
-        ("../outside", "shard-table"),
-        (str(outside), "shard-table"),
-        ("tokens/bf16/c.0.0.0", "shard-table"),
-    }
-    assert problems == expected
-    assert outside.read_text() == "precious"
+    assert [(each.path, each.code) for each in verify_index(URL)] == [
+        (path, "shard-table")
+    ]
 
 
 def test_what_cannot_be_verified_is_an_error(local, monkeypatch, run):

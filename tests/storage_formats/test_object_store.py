@@ -318,9 +318,6 @@ def test_an_index_cannot_lead_the_cache_out_of_its_directory(own, cache, tmp_pat
     value["crc32c"] = json_checksum(value)
     overwrite(url, "index.json", json.dumps(value).encode())
     overwrite(f"s3://{BUCKET}", "stolen", b"content")
-    with (
-        TokenStore.open(url) as store,
-        pytest.raises(CorruptIndexError, match="leads outside the index"),
-    ):
-        store.fetch([1])
+    with pytest.raises(CorruptIndexError, match="not the path of a file inside"):
+        TokenStore.open(url)
     assert not list(tmp_path.rglob("stolen"))

@@ -282,7 +282,7 @@ HOSTILE = {
     enormous: "cannot read the weights",
     repeated: "is larger than its file",
     missing_shard: "has 1 of the 2 shards of model.safetensors",
-    outside_name: "outside its directory; do not use this model",
+    outside_name: "not the path of a file inside a directory; do not use this model",
     several_weights: "several files with weights .*; give the path of one of them",
     code_in_config: "names code",
     not_finite: "NaN or infinite",
