@@ -17,6 +17,8 @@ from storage_formats.system_calls import MissingCallError, promised
 
 Json: TypeAlias = dict[str, Any]
 """A JSON object."""
+PRIVATE_FILES = f".*.{'[0-9a-f]' * 32}"
+"""Pattern of the names of private files, see `private_path`."""
 
 
 @contextlib.contextmanager
@@ -86,6 +88,14 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
     fsync_path(path.parent)
 
 
+def private_path(path: Path) -> Path:
+    """Return a new path, beside `path`, for contents that are renamed to `path` when
+    they are complete. If the process is killed before, the private file stays. Then the
+    next change of the index, or the removal of garbage, removes it.
+    """
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Context manager that yields a new file, which replaces the file at `path` unless
@@ -93,7 +103,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     The contents are flushed to the device; the directory is not.
     """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary = private_path(path)
     try:
         with naming(path), open(temporary, "xb") as file:
             yield file

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from storage_formats.atomic import (
+    PRIVATE_FILES,
     Json,
     fsync_parent,
     fsync_path,
@@ -32,7 +35,7 @@ from storage_formats.atomic import (
 )
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError, cannot_read
 from storage_formats.format.checksum import json_checksum
-from storage_formats.format.index_files import check_inside, read_index_file
+from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import (
     IndexSpec,
     Layout,
@@ -50,23 +53,9 @@ from storage_formats.garbage import remove_what_is_not_kept
 from storage_formats.lock import locked
 from storage_formats.remote.urls import IndexLocation, local_path
 
-# patterns of the temporary files that a killed change may leave outside `build/`
-_TEMPORARY = (
-    ".index.json.*",
-    "manifest/.shards-*",
-    "manifest/.deleted-*",
-    "manifest/.row-map-*",
-    "manifest/.edits-*",
-    "filters/.new*",
-    "snapshots/.*.json.*",
-    "ann/index.faiss.partial",
-    "tokens/.zarr.json.*",
-    "tokens/*/.zarr.json.*",
-    "embeddings/.zarr.json.*",
-    "hashes/.rows-*",
-)
-# pattern of the temporary file that a killed `verify_index` may leave
-_VERIFIED = ".verified.bin.*"
+# A private file is in the directory of the index, in a directory below it, such as
+# `rows/`, or in a directory below that, such as `tokens/bf16/`.
+_PRIVATE = (PRIVATE_FILES, f"*/{PRIVATE_FILES}", f"*/*/{PRIVATE_FILES}")
 LEAST_SNAPSHOTS = 32
 MOST_SNAPSHOTS = 64
 """An index keeps at most `MOST_SNAPSHOTS` snapshots. The change that would exceed this
@@ -184,6 +173,8 @@ class Change:
         self.layout = layout
         self.is_dry = is_dry
         self._is_abandoned = False
+        # True from the moment at which this change replaces `index.json`
+        self._is_committing = False
         # `is_same` compares this request with the one of a stored journal, which was
         # converted to JSON. This request is therefore converted too: for example,
         # tuples become lists.
@@ -247,8 +238,27 @@ class Change:
         self._remove_data()
         remove_build(self.layout)
 
+    def _is_unchanged(self) -> bool:
+        return _digest(self.layout) == self._journal.base
+
     def _is_committed(self) -> bool:
-        return _digest(self.layout) != self._journal.base
+        return self._is_committing and not self._is_unchanged()
+
+    def _begin_commit(self) -> None:
+        """Call this directly before `index.json` is replaced.
+
+        Raises:
+            EdjeError: another process has replaced `index.json` during this change. On
+                some network file systems, the lock of an index works within one machine
+                only.
+        """
+        if not self._is_unchanged():
+            raise EdjeError(
+                f"another process has changed {self.layout.root} during this change,"
+                " so nothing was committed; run the same command again, on the same"
+                " machine as other changes"
+            )
+        self._is_committing = True
 
     @contextlib.contextmanager
     def _running(self, earlier: Journal | None) -> Iterator[None]:
@@ -307,9 +317,10 @@ class Change:
                 remedy="discard",
             ) from error
         finally:
-            # The next change removes the files that cannot be removed here.
+            # The next change removes the files that cannot be removed here, and those
+            # that another process, which has changed the index, may need.
             with contextlib.suppress(OSError, EdjeError):
-                if not self._is_committed():
+                if self._is_unchanged():
                     if _has_work(layout, self._journal) and not self._is_abandoned:
                         # The finished shards stay for the run that resumes the change.
                         shutil.rmtree(layout.staging, ignore_errors=True)
@@ -375,10 +386,10 @@ class IndexChange(Change):
 
         The steps are, in this order:
 
-        1. If `manifest` is a new snapshot, copy the current `index.json` to
+        1. If the arrays grow or a precision is new, write the `zarr.json` files.
+        2. If a precision is new, remove `verified.bin`.
+        3. If `manifest` is a new snapshot, copy the current `index.json` to
            `snapshots/`.
-        2. If the arrays grow or a precision is new, write the `zarr.json` files.
-        3. If a precision is new, remove `verified.bin`.
         4. Replace `index.json`.
         5. If the arrays shrink, write the `zarr.json` files.
         6. If a snapshot was dropped or replaced, remove the files that no kept
@@ -390,10 +401,6 @@ class IndexChange(Change):
         current = self.index.manifest
         before = current.spec
         after = manifest.spec
-        is_new = manifest.snapshot.number > current.snapshot.number
-        if is_new:
-            kept = layout.snapshot(current.snapshot.number)
-            write_bytes_atomic(kept, read_index_file(layout.root, layout.manifest))
         added = {*after.precisions} - {*before.precisions}
         if after.rows > before.rows or added:
             # Arrays grow before the commit, because a reader of the new manifest needs
@@ -403,6 +410,11 @@ class IndexChange(Change):
             # `verified.bin` lists whole shards as checked, but the files of the new
             # precision are not checked yet.
             layout.verified.unlink(missing_ok=True)
+        self._begin_commit()
+        is_new = manifest.snapshot.number > current.snapshot.number
+        if is_new:
+            kept = layout.snapshot(current.snapshot.number)
+            write_bytes_atomic(kept, read_index_file(layout.root, layout.manifest))
         manifest.write(layout)
         # This call writes a shape only if it still differs, which is so for arrays that
         # shrink. They shrink after the commit, because a reader of the old manifest may
@@ -416,20 +428,16 @@ class IndexChange(Change):
         # instead of adding one.
         if is_new and not drops_snapshots:
             return []
-        # If the manifest of a kept snapshot is damaged, the files that it names are not
-        # known. No file is removed then.
-        with contextlib.suppress(CorruptIndexError):
-            # A reader that opened the index before the change may still need the
-            # earlier shard tables, so they stay unless a snapshot is dropped.
-            return remove_what_is_not_kept(layout, tables=drops_snapshots)
-        return []
+        # A reader that opened the index before the change may still need the earlier
+        # shard tables, so they stay unless a snapshot is dropped.
+        return _remove_garbage(layout, tables=drops_snapshots)
 
     def _remove_data(self) -> None:
         layout = self.layout
         # Listing the files of all shards is slow. If neither of these directories
         # exists, the change has written no files of shards, so they are not listed.
         has_shards = layout.staging.exists() or layout.receipts.exists()
-        remove_what_is_not_kept(layout, tables=False, shards=has_shards)
+        _remove_garbage(layout, shards=has_shards)
         write_array_shapes(layout, self.index.spec)
 
 
@@ -441,12 +449,14 @@ class NewIndex(Change):
     def commit(self, manifest: Manifest) -> None:
         """Write `index.json`. All files of `manifest` must be on disk."""
         write_array_shapes(self.layout, manifest.spec)
+        self._begin_commit()
         manifest.write(self.layout)
 
     def commit_copy(self, data: bytes) -> None:
         """Write `data`, the bytes of the `index.json` of the copied snapshot, as the
         `index.json` of the new index.
         """
+        self._begin_commit()
         write_bytes_atomic(self.layout.manifest, data)
 
     def _remove_data(self) -> None:
@@ -496,11 +506,6 @@ def begin_change(
         # Raise the error for a missing index here, because `locked` would create its
         # directory.
         Manifest.load(layout.root)
-    # Readers refuse a symbolic link that leads out of the index. A change would write
-    # through such a link, so it is refused here, too.
-    for folder in (layout.root, layout.root / "tokens", layout.root / "checksums"):
-        for entry in _entries(folder):
-            check_inside(layout.root, folder / entry)
     with locked(layout.root):
         earlier = _recover(layout)
         change = IndexChange(CommittedIndex.open(layout.root), kind, request)
@@ -578,23 +583,36 @@ def collect_garbage(
         change = IndexChange(CommittedIndex.open(layout.root), "gc", None)
         if earlier is not None:
             _discard(change, earlier, notify)
-        with change._running(None):
-            current = change.index.manifest
-            numbers = earlier_snapshots(layout, current)
-            # `keep` also counts the current snapshot, which is always kept and is not
-            # in `numbers`. So there are `len(numbers) + 1` snapshots.
-            removed = [] if keep is None else numbers[: max(0, len(numbers) + 1 - keep)]
-            sizes = []
-            if removed:
-                oldest = [*numbers, current.snapshot.number][len(removed)]
-                snapshot = replace(current.snapshot, oldest=oldest)
-                sizes += change.commit(replace(current, snapshot=snapshot))
-            # An erasure calls this function to remove all traces of deleted rows, and
-            # `hashes/` may hold their content hashes. The next append writes the files
-            # again.
-            _remove(layout.hashes)
-            sizes += remove_what_is_not_kept(layout, tables=True, shards=True)
-            return Removal(tuple(removed), len(sizes), sum(sizes))
+        # An erasure calls this function to remove all traces of deleted rows, and
+        # `hashes/` may hold their content hashes. The next append writes the files
+        # again.
+        _remove(layout.hashes)
+        _remove_private(layout)
+        current = change.index.manifest
+        numbers = earlier_snapshots(layout, current)
+        # `keep` also counts the current snapshot, which is always kept and is not in
+        # `numbers`. So there are `len(numbers) + 1` snapshots.
+        removed = [] if keep is None else numbers[: max(0, len(numbers) + 1 - keep)]
+        oldest = [*numbers, current.snapshot.number][len(removed)]
+        sizes = []
+        if keep is not None and oldest > (current.snapshot.oldest or 0):
+            snapshot = replace(current.snapshot, oldest=oldest)
+            manifest = replace(current, snapshot=snapshot)
+            try:
+                with change._running(None):
+                    sizes += change.commit(manifest)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                # There is no space for a new `index.json`. Without their manifests, the
+                # snapshots do not exist any more, so their files can be removed first.
+                for number in removed:
+                    layout.snapshot(number).unlink()
+                sizes += _remove_garbage(layout, tables=True)
+                with change._running(None):
+                    sizes += change.commit(manifest)
+        sizes += remove_what_is_not_kept(layout, tables=True, shards=True)
+        return Removal(tuple(removed), len(sizes), sum(sizes))
 
 
 def _local_layout(root: str | Path) -> Layout:
@@ -624,7 +642,7 @@ def finish_committed(root: str | Path) -> None:
     nothing if the index cannot be written or another process is changing it.
     """
     layout = Layout(Path(root).absolute())
-    if layout.build.is_dir():
+    if layout.journal.exists():
         # Readers do not need the remaining steps, so errors are ignored.
         with contextlib.suppress(OSError, EdjeError), locked(root):
             _recover(layout)
@@ -635,15 +653,9 @@ def _recover(layout: Layout) -> Journal | None:
     was stopped before its commit, return its journal. If no change is unfinished,
     return None.
     """
-    # A change writes a journal first, so an index without a journal has no temporary
+    # A change writes a journal first, so an index without a journal has no private
     # files of a change. `verify_index` writes `verified.bin` without a journal.
-    patterns = (*_TEMPORARY, _VERIFIED) if layout.journal.exists() else (_VERIFIED,)
-    for pattern in patterns:
-        for path in layout.root.glob(pattern):
-            path.unlink()
-            # The removal must reach the device before the journal is removed. Without a
-            # journal, no later change would look for this file.
-            fsync_parent(path)
+    _remove_private(layout, _PRIVATE if layout.journal.exists() else _PRIVATE[:1])
     journal = read_journal(layout.root)
     # `base` is the digest of the current `index.json` until the change is committed.
     if journal is None or journal.base == _digest(layout):
@@ -651,10 +663,33 @@ def _recover(layout: Layout) -> Journal | None:
     # The files of the former manifest may be removed only after the new manifest is
     # durable.
     fsync_path(layout.root)
+    # Files are removed first, because the disk may be full.
+    _remove_garbage(layout, shards=True)
     write_array_shapes(layout, Manifest.load(layout.root).spec)
-    remove_what_is_not_kept(layout, tables=False, shards=True)
     remove_build(layout)
     return None
+
+
+def _remove_garbage(
+    layout: Layout, *, tables: bool = False, shards: bool = False
+) -> list[int]:
+    """Call `remove_what_is_not_kept`, unless a kept snapshot is damaged. The files that
+    it names are then not known, so none is removed. A later `collect_garbage` removes
+    them.
+    """
+    with contextlib.suppress(CorruptIndexError):
+        return remove_what_is_not_kept(layout, tables=tables, shards=shards)
+    return []
+
+
+def _remove_private(layout: Layout, patterns: Iterable[str] = _PRIVATE) -> None:
+    """Remove the private files of processes that were killed."""
+    for pattern in patterns:
+        for path in layout.root.glob(pattern):
+            path.unlink(missing_ok=True)
+            # The removal must reach the device before the journal is removed. Without a
+            # journal, no later change would look for this file.
+            fsync_parent(path)
 
 
 def _finished(layout: Layout) -> str:
@@ -701,15 +736,12 @@ def check_free(layout: Layout) -> None:
         )
     if root.exists() and not layout.journal.exists() and not layout.manifest.exists():
         # A process that was killed while it wrote its first journal leaves `build/`
-        # with the lock and a temporary file of the journal. Such a directory counts as
+        # with the lock and a private file of the journal. Such a directory counts as
         # empty.
-        others = (name for name in _entries(layout.build) if name != layout.lock.name)
-        ignored = (
-            {layout.build.name}
-            if all(name.startswith(f".{layout.journal.name}.") for name in others)
-            else set()
-        )
-        if foreign := sorted(set(_entries(root)) - ignored):
+        others = {*_entries(layout.build)} - {layout.lock.name}
+        is_begun = all(fnmatch(name, PRIVATE_FILES) for name in others)
+        ignored = {layout.build.name} if is_begun else set()
+        if foreign := sorted({*_entries(root)} - ignored):
             raise UsageError(
                 f"{root} is not empty and not an index (it contains"
                 f" {', '.join(foreign[:3])}); choose another one",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from storage_formats.atomic import make_directories, naming
 from storage_formats.errors import EdjeError
+from storage_formats.format.index_files import check_inside
 from storage_formats.format.layout import Layout
 from storage_formats.system_calls import MissingCallError, promised
 
@@ -19,33 +20,44 @@ from storage_formats.system_calls import MissingCallError, promised
 def locked(root: str | Path) -> Iterator[None]:
     """Context manager that holds the lock `build/lock` below `root`.
 
-    At the end, the lock file and `build/` are removed if `build/` holds no other file.
-    The directory `root` is also removed if it was created here and is empty.
+    The lock file of an index stays, because a network file system may show a removed
+    file to another machine, which would then hold a lock on that file. If `root` holds
+    nothing else at the end, the lock file is removed, and `root` too if it was created
+    here.
 
     Raises:
         EdjeError: another process holds the lock.
+        OSError: a link in the index leads out of it.
     """
     layout = Layout(Path(root).absolute())
     was_missing = not layout.root.exists()
+    # Readers refuse a symbolic link that leads out of the index. A change would write
+    # or remove files through such a link, so it is refused here, too.
+    for pattern in ("*", "tokens/*", "checksums/*", "build/*"):
+        for path in layout.root.glob(pattern):
+            check_inside(layout.root, path)
     fd = _acquire(layout)
     try:
         with naming(layout.lock):
             os.ftruncate(fd, 0)
-            os.write(fd, f"{os.getpid()} on {socket.gethostname()}".encode())
+            # On a full disk, the lock file stays empty, so that files can be removed.
+            with contextlib.suppress(OSError):
+                os.write(fd, f"{os.getpid()} on {socket.gethostname()}".encode())
             # Workers on other machines read the lock file.
             with promised("fsync", layout.lock):
                 os.fsync(fd)
         yield
     finally:
         with contextlib.suppress(OSError):
-            if _is_lock_file(layout, fd) and [*layout.build.iterdir()] == [layout.lock]:
-                layout.lock.unlink()
+            os.ftruncate(fd, 0)
+            if [*layout.root.iterdir()] == [layout.build]:
+                if [*layout.build.iterdir()] == [layout.lock]:
+                    layout.lock.unlink()
+                # This fails if `build/` holds an unfinished change.
+                layout.build.rmdir()
+                if was_missing:
+                    layout.root.rmdir()
         os.close(fd)
-        # `rmdir` fails, and the directories stay, if the change has stored a file.
-        with contextlib.suppress(OSError):
-            layout.build.rmdir()
-            if was_missing:
-                layout.root.rmdir()
 
 
 def _acquire(layout: Layout) -> int:

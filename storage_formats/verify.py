@@ -561,7 +561,7 @@ def _is_changing(index: CommittedIndex) -> bool:
     already.
     """
     return (
-        index.layout.build.exists()
+        index.layout.journal.exists()
         if index.remote is None
         else index.remote.info(CLAIM) is not None
     )

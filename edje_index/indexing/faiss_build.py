@@ -24,7 +24,13 @@ from edje_index.indexing.faiss_index import (
     open_part,
 )
 from edje_index.progress import OnProgress
-from storage_formats.atomic import fsync_path, fsync_paths, make_directories, naming
+from storage_formats.atomic import (
+    fsync_path,
+    fsync_paths,
+    make_directories,
+    naming,
+    private_path,
+)
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c_file
@@ -461,9 +467,7 @@ def _write(
     of a sample of the embeddings and their nearest centroids.
     """
     make_directories(layout.ann)
-    temporary = layout.ann / "index.faiss.partial"
-    # an existing file may be a link, and writing would follow it
-    temporary.unlink(missing_ok=True)
+    temporary = private_path(layout.ann_index)
     try:
         write_part(index, temporary)
         fsync_path(temporary)

@@ -288,7 +288,7 @@ class Manifest:
         try:
             current = cls._read(layout, layout.manifest)
         except FileNotFoundError:
-            if layout.build.is_dir():
+            if layout.journal.exists():
                 raise IncompleteIndexError(
                     f"the index at {root} is unfinished; if no process is writing it,"
                     " run the same command again to finish it, or delete the directory"

@@ -402,7 +402,7 @@ class Bench:
             ]
             count += bool(struck)
             problem = self.wrong_end(code, output)
-            if not problem and (code or (self.index / "build").exists()):
+            if not problem and (code or (self.index / "build/journal.json").exists()):
                 problem = self.problem(None)
             if problem:
                 problems.append(

@@ -68,7 +68,7 @@ def test_a_build_accounts_for_every_input(run, build, index):
     assert "ignored 1 other file: .txt 1" in err
     assert result["ignored"] == {".txt": 1}
     assert "1 input failed: not-an-image 1" in err
-    assert not Layout(index).build.exists()
+    assert not Layout(index).journal.exists()
     rows = read_rows(index).to_pylist()
     assert [row["status"] for row in rows].count("indexed") == 8
     assert rows[3]["duplicate_of"] == 1

@@ -53,11 +53,11 @@ def test_urls_of_unknown_kinds_are_refused(index, tmp_path, monkeypatch, out):
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    """The bytes of every file of an index, without earlier snapshots."""
+    """The bytes of every file of an index, without earlier snapshots and the lock."""
     files = (
         path
         for path in root.rglob("*")
-        if path.is_file() and "snapshots" not in path.parts
+        if path.is_file() and {"snapshots", "lock"}.isdisjoint(path.parts)
     )
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
 

@@ -195,7 +195,7 @@ def test_what_cannot_be_set_changes_nothing(index, rows, columns, message):
     with pytest.raises(UsageError, match=message):
         set_columns(index, rows, columns)
     assert (index / "index.json").read_bytes() == before
-    assert not (index / "build").exists()
+    assert not (index / "build/journal.json").exists()
 
 
 def test_rows_that_do_not_exist_are_refused(index):

@@ -215,7 +215,7 @@ def test_a_stopped_merge_resumes_unless_an_index_has_changed(pair, tmp_path):
     written = {path.name: path.stat().st_ino for path in (out / "rows").iterdir()}
     assert 1 < len(written) < 7
     merge_indexes([left, right], out)
-    assert not Layout(out).build.exists()
+    assert not Layout(out).journal.exists()
     assert {name: (out / "rows" / name).stat().st_ino for name in written} == written
     with pytest.raises(JobStopped):
         merge_indexes([left, right], tmp_path / "again", should_stop=stopping_after(5))

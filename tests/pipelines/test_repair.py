@@ -117,4 +117,4 @@ def test_a_repair_removes_what_a_killed_repair_left(index):
     (index / "build/staging/00000002-attempt").mkdir()
     repair_index(index)
     assert contents(index) == before
-    assert not (index / "build").exists()
+    assert not (index / "build/journal.json").exists()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from pipelines import delete_rows
-from pipelines.jobs.snapshots import remove_snapshots
+from pipelines.jobs.copy import compact_index
+from pipelines.jobs.snapshots import remove_snapshots, roll_back
 from storage_formats import (
     CorruptIndexError,
     EdjeError,
@@ -18,7 +24,9 @@ from storage_formats import (
     change,
     verify_index,
 )
+from storage_formats.atomic import private_path
 from storage_formats.change import (
+    Journal,
     UnfinishedChangeError,
     begin_change,
     collect_garbage,
@@ -27,7 +35,7 @@ from storage_formats.change import (
 )
 from storage_formats.format.layout import Layout
 from storage_formats.lock import locked
-from tests.conftest import same_bits, write_random_index
+from tests.conftest import REPO, same_bits, write_random_index
 
 SPEC = IndexSpec(rows=22, shard_size=8, block_shape=(2, 32), embed_dim=4)
 
@@ -52,6 +60,133 @@ def test_two_drivers_never_share_an_index(tmp_path):
     assert not root.exists()
     with locked(root):
         pass
+
+
+# A change that waits between its start and its commit. Its argument is an index. Locks
+# have no effect, as on a network file system that keeps them on one machine.
+OTHER_MACHINE = """
+import fcntl, sys
+fcntl.flock = lambda *_: None
+from storage_formats.change import begin_change
+with begin_change(sys.argv[1], "delete") as begun:
+    print("begun", flush=True)
+    input()
+    begun.commit(begun.new_snapshot(begun.index.manifest, {}))
+"""
+
+
+def test_locks_of_one_machine_do_not_lose_a_change_of_another(index, monkeypatch):
+    root, _ = index
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    with subprocess.Popen(
+        [sys.executable, "-c", OTHER_MACHINE, root],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+    ) as other:
+        assert other.stdout.readline() == "begun\n"
+        assert delete_rows(root, [1]).snapshot == 1
+        message = other.communicate("\n")[1]
+    assert other.returncode == 1
+    assert "another process has changed" in message
+    assert "nothing was committed" in message
+    assert Manifest.load(root).snapshot.deleted_rows == 1
+    assert delete_rows(root, [2]).snapshot == 2
+    assert verify_index(root) == []
+    assert read_journal(root) is None
+
+
+def test_the_lock_file_of_an_index_stays(index):
+    layout = Layout(index[0])
+    delete_rows(layout.root, [1])
+    inode = layout.lock.stat().st_ino
+    assert layout.lock.read_bytes() == b""
+    delete_rows(layout.root, [2])
+    assert layout.lock.stat().st_ino == inode
+
+
+def kill(root, kind, plan=None):
+    """Leave a change as a killed process does. Return its journal."""
+    with contextlib.suppress(KeyboardInterrupt), begin_change(root, kind) as begun:
+        begun.store_plan(plan or {})
+        raise KeyboardInterrupt
+    if plan is None:
+        Journal(kind, {}, begun._journal.base).write(Layout(root))
+
+
+@pytest.mark.parametrize("ends", ["the next change", "the removal of garbage"])
+def test_private_files_of_killed_writers_are_removed(index, ends):
+    root, _ = index
+    paths = [
+        private_path(root / name)
+        for name in (
+            "index.json",
+            "tokens/offset/c.0.0",
+            "rows/00000000.parquet",
+            "ann/index.faiss",
+            "snapshots/00000000.json",
+            "hashes/rows-00000000.bin",
+        )
+    ]
+    if ends == "the next change":
+        kill(root, "append")
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    if ends == "the next change":
+        delete_rows(root, [1])
+    else:
+        collect_garbage(root)
+    assert not [path for path in paths if path.exists()]
+
+
+def test_a_damaged_snapshot_stops_no_recovery(index):
+    """As after a restore that was stopped: `index.json` is newer than other files."""
+    root, _ = index
+    delete_rows(root, [1])
+    compact_index(root)
+    (root / Manifest.load(root).shard_tables[-1].path).unlink()
+    kill(root, "repair")
+    kill(root, "append", {"shards": 3})
+    assert read_journal(root).kind == "append"
+    with pytest.raises(CorruptIndexError):
+        remove_snapshots(root, None)
+    assert read_journal(root) is None
+    kill(root, "repair")
+    assert roll_back(root, 1).snapshot == 3
+    remove_snapshots(root, 1)
+    assert verify_index(root) == []
+
+
+FULL_DISK = """
+mount -t tmpfs -o size=$1k tmpfs "$2" && cp -r "$3" "$2/i" || exit 2
+head -c 100000000 /dev/zero > "$2/fill" 2> /dev/null
+exec "$4" -c "
+import sys
+from storage_formats.change import collect_garbage
+print(collect_garbage(sys.argv[1], 1))" "$2/i"
+"""
+
+
+def test_garbage_is_removed_on_a_full_disk(index, tmp_path):
+    root, _ = index
+    delete_rows(root, [1])
+    delete_rows(root, [2])
+    shutil.rmtree(root / "build")
+    (tmp_path / "disk").mkdir()
+    unshare = ["unshare", "-rm", "bash", "-c", FULL_DISK, "bash", "1000"]
+    done = subprocess.run(
+        [*unshare, tmp_path / "disk", root, sys.executable],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+    )
+    if done.returncode == 2:
+        pytest.skip(f"needs mount namespaces: {done.stderr}")
+    assert "Removal(snapshots=(0, 1)" in done.stdout, done.stderr
 
 
 def test_directories_of_a_new_index_survive_a_loss_of_power(tmp_path, monkeypatch):
@@ -132,7 +267,7 @@ def test_trouble_after_the_commit_is_told_and_the_next_change_ends_it(
     assert verify_index(root) == []
     assert unfinished_journal(root) is None
     assert delete_rows(root, [1]).snapshot == 2
-    assert not Layout(root).build.exists()
+    assert not Layout(root).journal.exists()
 
 
 def test_blocks_of_rows_that_stay_are_the_same(index):

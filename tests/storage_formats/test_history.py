@@ -81,7 +81,7 @@ def test_a_damaged_snapshot_stops_no_change(index):
         result = delete_rows(index, rows=[100 + number])
         assert result.snapshot == MOST_SNAPSHOTS + number
         assert before <= files(index)
-        assert not layout.build.exists()
+        assert not layout.journal.exists()
 
 
 def test_a_change_that_changes_nothing_reads_no_earlier_snapshot(index, monkeypatch):

@@ -81,7 +81,7 @@ def test_an_index_is_finished_while_its_caller_handles_another_error(tmp_path):
         with IndexWriter.create(tmp_path / "index", **SHAPE) as writer:
             writer.append(*arrays(3))
     assert verify_index(tmp_path / "index") == []
-    assert not Layout(tmp_path / "index").build.exists()
+    assert not Layout(tmp_path / "index").journal.exists()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])

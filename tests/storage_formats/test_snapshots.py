@@ -100,7 +100,7 @@ def test_deletions_of_rows_that_cannot_be_deleted(index):
     assert (result.deleted, result.already_deleted) == ((6,), 1)
     with pytest.raises(RowIdError, match="40 is out of range"):
         delete_rows(root, [40])
-    assert not Layout(root).build.exists()
+    assert not Layout(root).journal.exists()
 
 
 def test_rollback_and_removal(index):

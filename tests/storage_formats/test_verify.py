@@ -96,9 +96,7 @@ def test_files_that_no_commit_made_are_named(copy):
         (copy / path).write_bytes(b"")
     assert codes(copy) == {(path, "stray-file") for path in strays}
     # of a process that was killed while it removed them
-    lock = Layout(copy).lock
-    lock.parent.mkdir()
-    lock.write_text("{}")
+    Layout(copy).journal.write_text("{}")
     assert codes(copy) == set()
     Layout(copy).snapshot(0).write_text("{")
     assert codes(copy) == {("snapshots", "snapshot")}
@@ -107,8 +105,9 @@ def test_files_that_no_commit_made_are_named(copy):
 def test_the_temporary_file_of_a_killed_change_is_no_damage(copy):
     (copy / "tokens" / "bf16" / f".zarr.json.{'0' * 32}").write_bytes(b"")
     (copy / "build").mkdir()
+    Layout(copy).journal.touch()
     assert codes(copy) == set()
-    (copy / "build").rmdir()
+    Layout(copy).journal.unlink()
     assert {code for _, code in codes(copy)} == {"stray-file"}
 
 
