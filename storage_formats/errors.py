@@ -166,6 +166,10 @@ class TaskInterrupted(Exception):
     """
 
 
+class LinkError(OSError):
+    """A symbolic link leads out of the directory of an index or a model bundle."""
+
+
 class MachineError(EdjeError):
     """This machine cannot read a file of the index at the moment, for example because
     too many files are open. The file itself may be undamaged.
@@ -213,11 +217,13 @@ def cannot_read(path: object, error: Exception, advice: str = "") -> EdjeError:
     machine, for example too many open files, the result is a `MachineError` whose
     message says what to do. Otherwise the file is missing or damaged, and the result is
     a `CorruptIndexError`. Its message ends with `advice`. Without `advice`, its
-    attribute `remedy` is "verify".
+    attribute `remedy` is "verify". The message of a `LinkError` is its own advice.
     """
     number = error.errno if isinstance(error, OSError) else None
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     message = f"cannot read {path}: {reason}"
+    if isinstance(error, LinkError):
+        return CorruptIndexError(message)
     if number is not None and number not in _DAMAGED:
         remedy = _REMEDIES.get(number, "check the file system, then try again")
         return MachineError(f"{message}; {remedy}")

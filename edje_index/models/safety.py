@@ -20,6 +20,8 @@ from typing import Any
 
 from edje_index.errors import ModelError
 from storage_formats.atomic import Json
+from storage_formats.errors import LinkError
+from storage_formats.format.index_files import check_inside
 
 CODE_SUFFIXES = frozenset({".dll", ".pickle", ".pkl", ".py", ".pyc", ".so"})
 CODE_KEYS = frozenset({"auto_map", "custom_pipelines", "trust_remote_code"})
@@ -51,11 +53,11 @@ TOKENIZER_CLASSES = frozenset(
 
 def check_bundle_folder(folder: Path) -> None:
     """Raise ModelError if the bundle in `folder` contains anything but data."""
-    root = folder.resolve()
     for file in sorted(folder.rglob("*")):
         try:
-            status = file.stat()
-            target = file.resolve()
+            status = check_inside(folder, file).stat()
+        except LinkError as error:
+            raise ModelError(f"{file} {error.strerror}") from error
         except OSError as error:
             raise ModelError(
                 f"cannot read {file}: {error.strerror}; restore the file, or do not use"
@@ -72,11 +74,6 @@ def check_bundle_folder(folder: Path) -> None:
                     f"{file} has {status.st_size} bytes, too many for a file without"
                     " weights: do not use the bundle"
                 )
-        if not target.is_relative_to(root):
-            raise ModelError(
-                f"{file} is a link out of the bundle, to {target}: replace the link by"
-                " a copy of the file"
-            )
         if file.suffix in CODE_SUFFIXES:
             raise ModelError(
                 f"{file} is code, but a bundle may contain only data: remove this file,"

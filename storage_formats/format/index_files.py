@@ -14,6 +14,7 @@ import stat
 from pathlib import Path
 
 from storage_formats.arguments import shown
+from storage_formats.errors import LinkError
 
 # control characters, and the separator of paths on Windows
 _REFUSED = re.compile(r"[\x00-\x1f\x7f\\]")
@@ -62,19 +63,23 @@ def open_regular(path: str | Path, flags: int = 0) -> int:
 
 
 def check_inside(root: str | Path, path: Path) -> Path:
-    """Return `path` if it lies inside the index at `root` after all symbolic links are
-    followed.
+    """Return `path` if it lies inside the directory `root` of an index or a bundle
+    after all symbolic links are followed.
 
     Raises:
-        OSError: `path` lies outside the index.
+        LinkError: `path` lies outside `root`.
     """
-    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
-        raise OSError(
-            errno.ENOTSUP,
-            "leads outside the index; replace the link with a copy of its target",
-            str(path),
-        )
-    return path
+    target = Path(os.path.realpath(path))
+    if target.is_relative_to(os.path.realpath(root)):
+        return path
+    problem = (
+        f"leads outside the directory, to {target}; copy the directory with the files"
+        " that its links lead to (cp -rL), and use the copy"
+        if target.exists()
+        else f"is a link to {target}, which does not exist; get this file, for example"
+        " with 'git annex get' or a new download"
+    )
+    raise LinkError(errno.ENOTSUP, problem, str(path))
 
 
 def open_inside(root: str | Path, path: str | Path, flags: int = 0) -> int:
@@ -89,14 +94,15 @@ def open_inside(root: str | Path, path: str | Path, flags: int = 0) -> int:
             index.
     """
     folder = os.path.dirname(path)
-    status = os.stat(folder)
-    _check_folder(root, folder, status.st_dev, status.st_ino)
     # If the last part of the path is a symbolic link, O_NOFOLLOW makes the call fail
-    # with ELOOP. Only then is the target of the link checked, which is slow.
+    # with ELOOP. If a part before it is a link without a target, there is no such file.
+    # Only then is the target of the whole path checked, which is slow.
     try:
+        status = os.stat(folder)
+        _check_folder(root, folder, status.st_dev, status.st_ino)
         return open_regular(path, flags | os.O_NOFOLLOW)
     except OSError as error:
-        if error.errno != errno.ELOOP:
+        if error.errno not in (errno.ELOOP, errno.ENOENT):
             raise
     return open_regular(check_inside(root, Path(path)), flags)
 

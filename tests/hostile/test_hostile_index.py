@@ -17,8 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from edje_index.bundles.info import read_bundle_info
+from edje_index.errors import ModelError
 from pipelines import delete_rows
 from pipelines.jobs.ann import add_ann
+from storage_formats import CorruptIndexError, TokenStore
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.rows import ROW_SCHEMA
@@ -127,13 +130,36 @@ def test_only_regular_files_inside_the_index_are_opened(
         path.symlink_to("/dev/zero" if kind == "device" else tmp_path / "original")
     outcomes = opened(layout)
     assert outcomes[reader].startswith("CorruptIndexError"), outcomes[reader]
-    expected = "not a regular file" if kind == "fifo" else "leads outside the index"
+    expected = "not a regular file" if kind == "fifo" else "leads outside the directory"
     # a FIFO has length 0, which is found first
     if name != "tokens" or kind != "fifo":
         assert expected in outcomes[reader]
     assert [layout.relative(path), f"cannot be read: {expected}"] in [
-        [where, message.partition(";")[0]] for where, message in outcomes["verify"]
+        [where, message.partition(";")[0].partition(", to")[0]]
+        for where, message in outcomes["verify"]
     ]
+
+
+@pytest.mark.parametrize("parts", ["*", "*/*", "*/*/*"])
+@pytest.mark.parametrize("has_targets", [True, False])
+def test_links_to_another_place_are_named_with_what_helps(
+    layout, tmp_path, parts, has_targets
+):
+    """As in the cache of the Hub or of git-annex, and of folders on another disk."""
+    root = layout.root
+    (root / "bundle.json").write_text("{}")
+    for number, path in enumerate(root.glob(parts)):
+        path.rename(tmp_path / f"{number}")
+        path.symlink_to(tmp_path / f"{number}" if has_targets else tmp_path / "gone")
+    expected = "leads outside .*cp -rL" if has_targets else "which does not exist; get"
+    with pytest.raises(CorruptIndexError, match=expected) as caught:
+        TokenStore.open(root).fetch([0])
+    assert caught.value.remedy is None
+    assert "backup" not in str(caught.value)
+    if parts == "*":
+        with pytest.raises(ModelError, match=expected) as refused:
+            read_bundle_info(root)
+        assert "restore" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
