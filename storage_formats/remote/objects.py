@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -556,7 +555,7 @@ def _aws_profile() -> tuple[Json, str]:
     )
     is_set = any(map(os.environ.get, ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE")))
     if is_set or not any(
-        Path(os.environ.get(variable) or path).expanduser().is_file()
+        os.path.isfile(os.path.expanduser(os.environ.get(variable) or path))
         for variable, path in files
     ):
         return {}, ""

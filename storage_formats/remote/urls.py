@@ -112,13 +112,9 @@ def hub_address(url: str) -> tuple[str, str, str, str, dict[str, str]]:
     token = os.environ.get("HF_TOKEN", "").strip()
     if not token:
         cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        folder = os.environ.get("HF_HOME") or f"{cache}/huggingface"
         with contextlib.suppress(OSError):
-            token = (
-                Path(os.environ.get("HF_HOME") or f"{cache}/huggingface", "token")
-                .expanduser()
-                .read_text()
-                .strip()
-            )
+            token = Path(os.path.expanduser(folder), "token").read_text().strip()
     # A token with line breaks or characters that are not ASCII is refused here, because
     # the HTTP library would raise an error that shows the token.
     if not (token.isascii() and token.isprintable()):

@@ -24,6 +24,7 @@ from storage_formats import EdjeError, IndexWriter, TokenStore, verify_index
 from storage_formats.errors import CorruptIndexError
 from storage_formats.reading import engines
 from storage_formats.system_calls import MissingCallError
+from tests.conftest import REPO
 
 SHAPE = (4, 32)
 BLOCKS = np.random.default_rng(0).standard_normal((12, *SHAPE)).astype(np.float32)
@@ -210,5 +211,38 @@ def test_a_link_to_another_place_is_refused_before_the_change(tmp_path: Path) ->
         outside = tmp_path / f"outside-{root.name}"
         shutil.move(folder, outside)
         folder.symlink_to(outside)
-        with pytest.raises(OSError, match="leads outside the index"):
+        with pytest.raises(OSError, match="leads outside the directory"):
             delete_rows(root, rows=[1])
+
+
+# Prints what each place that looks for files of the user says.
+NOBODY = """
+from storage_formats import EdjeError
+from storage_formats.format.remote import cache_directory
+from storage_formats.remote.objects import _aws_profile
+from storage_formats.remote.urls import hub_address
+print(hub_address("hf://datasets/owner/name")[4], _aws_profile())
+try:
+    cache_directory()
+except EdjeError as error:
+    print(error)
+"""
+
+
+def test_a_user_without_a_name_and_a_home_needs_no_home() -> None:
+    """As in a container with a random user id."""
+    done = subprocess.run(
+        ["unshare", "--user", "--map-user=12345", sys.executable, "-c", NOBODY],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=REPO,
+        env={"PATH": os.environ["PATH"]},
+    )
+    if "unshare" in done.stderr:
+        pytest.skip(f"needs user namespaces: {done.stderr}")
+    assert done.stdout.splitlines() == [
+        "{} ({}, '')",
+        "this user has no home directory for cached files; set EDJE_CACHE to a"
+        " directory",
+    ], done.stderr
