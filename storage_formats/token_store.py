@@ -18,7 +18,7 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import padded_shard_bytes
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.offset import open_codec
-from storage_formats.format.remote import cache_directory, open_index
+from storage_formats.format.remote import cache_directory, open_index, reopen_index
 from storage_formats.format.row_map import translate_row_ids
 from storage_formats.format.tombstones import (
     RowIds,
@@ -145,16 +145,7 @@ class TokenStore:
         # Without the lock, a slow call could replace a newer snapshot, which a faster
         # call has set meanwhile, with an older one.
         with self._refreshing:
-            before = self._view.index.manifest
-            index = open_index(self._view.index.location)
-            if (before.plan, before.spec.shard_size) != (
-                index.manifest.plan,
-                index.manifest.spec.shard_size,
-            ):
-                raise UsageError(
-                    f"the index at {index.location} was replaced by another index; open"
-                    " the index again"
-                )
+            index = reopen_index(self._view.index)
             self._view = self._view_of(index)
             return index.manifest.snapshot.number
 

@@ -54,7 +54,7 @@ from storage_formats.codecs import BF16, Blocks
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex, Manifest
-from storage_formats.format.remote import open_index
+from storage_formats.format.remote import open_index, reopen_index
 from storage_formats.format.tombstones import RowIds
 from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.remote.urls import IndexLocation
@@ -236,7 +236,7 @@ class TokenIndex:
         wait for each other.
 
         Raises:
-            UsageError: the index was built again with another model.
+            UsageError: a different index was written at the same location.
             CorruptIndexError: a file of the index is damaged.
 
         Examples:
@@ -281,16 +281,9 @@ class TokenIndex:
         Raises:
             UsageError, CorruptIndexError: as for `refresh`.
         """
-        index = open_index(self.committed.location)
+        index = reopen_index(self.committed)
         if index.manifest == self.manifest:
             return self
-        if index.manifest.model.get("fingerprint") != self.manifest.model.get(
-            "fingerprint"
-        ):
-            raise UsageError(
-                f"{self.committed.location} was built again with another model; open"
-                " the index again"
-            )
         precision = (
             self.precision if self.precision in index.manifest.spec.precisions else None
         )

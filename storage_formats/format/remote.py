@@ -35,13 +35,20 @@ def cache_directory() -> Path:
     """Return the directory for cached files. This is the directory in the environment
     variable `EDJE_CACHE` if it is set, and otherwise `edje-index` in the cache
     directory of the user.
+
+    Raises:
+        UsageError: the user has no home directory, as in a container with a random user
+            id, and `EDJE_CACHE` is not set.
     """
     if configured := os.environ.get("EDJE_CACHE"):
         return Path(configured).absolute()
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
-        / "edje-index"
-    )
+    parent = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    if parent.startswith("~"):
+        raise UsageError(
+            "this user has no home directory for cached files; set EDJE_CACHE to a"
+            " directory"
+        )
+    return Path(parent, "edje-index").absolute()
 
 
 def open_index(location: IndexLocation, snapshot: int | None = None) -> CommittedIndex:
@@ -71,6 +78,29 @@ def open_index(location: IndexLocation, snapshot: int | None = None) -> Committe
             ) from None
         manifest = Manifest.parse(version.data, folder.url_of(key))
     return CommittedIndex(_cached_snapshot(folder.url, version.data), manifest, folder)
+
+
+def reopen_index(index: CommittedIndex) -> CommittedIndex:
+    """Open the current snapshot of an opened index.
+
+    Raises:
+        UsageError: a different index was written at the same location, so that the row
+            ids of `index` mean other rows.
+        IncompleteIndexError, CorruptIndexError: as for `Manifest.load`.
+    """
+    current = open_index(index.location)
+    if _origin(current.manifest) != _origin(index.manifest):
+        raise UsageError(
+            f"the index at {index.location} was replaced by another index; open the"
+            " index again"
+        )
+    return current
+
+
+def _origin(manifest: Manifest) -> tuple[object, ...]:
+    """Return what no change of an index changes."""
+    model = manifest.model.get("fingerprint")
+    return manifest.plan, manifest.spec.shard_size, model
 
 
 def read_root(folder: ObjectFolder) -> tuple[ObjectVersion | None, Manifest | None]:

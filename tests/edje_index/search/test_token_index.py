@@ -495,3 +495,13 @@ def test_a_uri_names_the_photo_that_was_repaired(index, built, tmp_path):
     assert append_index(root, photos, engine="inline").indexed == 1
     (hit,) = TokenIndex.open(root).rerank("a dog", [str(photos / "1.png")])
     assert hit.row_id == 4
+
+
+def test_a_replaced_index_is_refused_by_stores_and_searches(built, tmp_path):
+    root = tmp_path / "index"
+    shutil.copytree(built[0], root)
+    index = TokenIndex.open(root, model=built[1])
+    replace(Manifest.load(root), plan="another collection").write(Layout(root))
+    for opened in (index, index.store):
+        with pytest.raises(UsageError, match="was replaced by another index"):
+            opened.refresh()
