@@ -61,6 +61,7 @@ from storage_formats.format.source_columns import (
 )
 from storage_formats.writing.publish import new_manifest
 from storage_formats.writing.shard_writer import ShardWriter
+from storage_formats.writing.token_shard import refuse_outside
 
 BuildAnn: TypeAlias = Callable[[Path, IndexSpec], Ann]
 Rows: TypeAlias = Sequence[str] | Mapping[str, Any] | pa.Table | pa.RecordBatch
@@ -108,6 +109,7 @@ class IndexWriter:
         # of rows of one shard.
         self._spec = spec
         self._encoder = encoder
+        self._codecs = [codec(name, spec.block_shape) for name in spec.precisions]
         # The change holds the lock of the index until this stack is closed.
         self._held_change = contextlib.ExitStack()
         self._change: NewIndex
@@ -166,8 +168,6 @@ class IndexWriter:
         spec = IndexSpec(rows, rows, (m, d), width, tuple(dict.fromkeys(names)))
         if not spec.precisions:
             raise UsageError("precisions is empty; name at least one precision")
-        for name in spec.precisions:
-            codec(name, spec.block_shape)
         root = as_path(path, "path")
         writer = cls(root, spec, as_text(encoder, "encoder"))
         # A change is resumed only if its request is equal. A random request makes sure
@@ -212,8 +212,8 @@ class IndexWriter:
                 None. Without a column `uri`, the URI of a row is its row id.
 
         Raises:
-            UsageError: an argument has a wrong shape or type, a value is not finite, or
-                the writer is closed.
+            UsageError: an argument has a wrong shape or type, a value is not finite, a
+                precision cannot store a block, or the writer is closed.
             OSError: a shard cannot be written. The next call tries to write this shard
                 again.
         """
@@ -253,7 +253,10 @@ class IndexWriter:
             stop = min(len(blocks), done + self._spec.shard_size - self._held)
             row = len(self)
             held = self._held + stop - done
-            self._blocks[self._held : held] = _as_bf16(blocks[done:stop], row)
+            converted = _as_bf16(blocks[done:stop], row)
+            for each in self._codecs:
+                refuse_outside(each, converted, np.arange(row, row + stop - done))
+            self._blocks[self._held : held] = converted
             self._embeddings[self._held : held] = _as_unit_vectors(
                 embeddings[done:stop], row
             )

@@ -184,11 +184,16 @@ BLOCKS, EMBEDDINGS = arrays(2)
         ),
         (BLOCKS, changed(EMBEDDINGS.copy(), (1, 1), np.inf), "the embedding of row 1"),
         (BLOCKS, changed(EMBEDDINGS.copy(), 1, 0), "the embedding of row 1 is zero"),
+        (
+            changed(BLOCKS.copy(), (1, 2), 1e-4),
+            EMBEDDINGS,
+            "row 1: the largest value of token 2 is .* but nvfp4 can store",
+        ),
     ],
 )
 def test_arrays_that_are_refused(tmp_path, blocks, embeddings, message):
     root = tmp_path / "index"
-    with IndexWriter.create(root, **SHAPE) as writer:
+    with IndexWriter.create(root, precisions=["bf16", "nvfp4"], **SHAPE) as writer:
         with pytest.raises(UsageError, match=message):
             writer.append(blocks, embeddings)
         # the writer is usable after an error
