@@ -215,7 +215,10 @@ class IndexRows:
                     columns = [table[name].combine_chunks() for name in names]
                     for start in range(0, len(table), spec.shard_size):
                         shard = first + start // spec.shard_size
-                        parts = [each.slice(start, spec.shard_size) for each in columns]
+                        stop = min(start + spec.shard_size, len(table))
+                        # A slice would hold the memory of the whole row group.
+                        row_indices = pa.array(range(start, stop))
+                        parts = [each.take(row_indices) for each in columns]
                         self._keep(shard, names, parts)
 
     def _tables(

@@ -234,6 +234,25 @@ def live_rows(index: CommittedIndex, shards: Sequence[int] | None = None) -> Int
     return row_ids[~index.deleted.contain(row_ids)]
 
 
+def evenly_spaced_rows(index: CommittedIndex, count: int) -> Ints:
+    """Return the row ids of `count` to 2 * `count` - 1 evenly spaced rows that are not
+    deleted, or of all such rows if there are fewer, ascending.
+
+    The memory use does not grow with the number of rows of the index.
+    """
+    spec = index.spec
+    step = max(1, (spec.used_rows - len(index.deleted)) // count)
+    sample = list[int]()
+    rows = 0
+    for shard in spec.shard_numbers():
+        of_shard = spec.shard_rows(shard)
+        row_ids = np.arange(of_shard.start, of_shard.stop)
+        row_ids = row_ids[~index.deleted.contain(row_ids)]
+        sample += row_ids[-rows % step :: step].tolist()
+        rows += len(row_ids)
+    return np.array(sample, np.int64)
+
+
 def renumbered(kept: Ints, first_row: int, row_ids: Ints) -> Ints:
     """Return the new row id of each of `row_ids`, int64 [k], if the rows `kept` get
     consecutive row ids from `first_row` on. The result is -1 for a row that is not in

@@ -26,6 +26,7 @@ from storage_formats.format.offset import (
     read_offset,
 )
 from storage_formats.format.receipts import ShardReceipt
+from storage_formats.format.tombstones import evenly_spaced_rows
 from storage_formats.token_store import TokenStore
 from storage_formats.writing.shard_writer import ShardWriter
 
@@ -98,9 +99,8 @@ def sampled_offset(index: CommittedIndex, source: str) -> Offset | None:
     deleted, or of all such rows if there are fewer. The blocks are read in the
     precision `source`. Return None if `estimate_offset` does.
     """
+    sample = evenly_spaced_rows(index, SAMPLE_BLOCKS)
     with TokenStore(index, source) as store:
-        rows = store.row_ids()
-        sample = rows[:: max(1, len(rows) // SAMPLE_BLOCKS)]
         parts = np.split(sample, range(_SAMPLE_ROWS, len(sample), _SAMPLE_ROWS))
         batches = map(store.fetch, parts)
         return estimate_offset(each[~store.holes(each)] for each in batches)

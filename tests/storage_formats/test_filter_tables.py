@@ -115,6 +115,13 @@ def test_filters_pass_the_same_rows_after_every_change(tmp_path):
     assert verify_index(tmp_path / "part") == []
 
 
+def test_columns_in_memory_hold_no_more_than_they_are_counted_for(tmp_path):
+    rows = IndexRows(CommittedIndex.open(write_index(tmp_path / "index")))
+    rows.described(np.arange(ROWS), ["uri", "captions", "score"])
+    kept = sum(each.get_total_buffer_size() for each in rows._columns.values())
+    assert kept <= 2 * rows._bytes
+
+
 def test_two_writers_give_the_same_bytes(tmp_path):
     entries = [
         Manifest.load(write_index(tmp_path / name)).filter_tables for name in "ab"

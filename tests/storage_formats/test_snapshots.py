@@ -7,6 +7,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,7 +30,7 @@ from storage_formats import (
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout, Segment
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.tombstones import live_rows
+from storage_formats.format.tombstones import evenly_spaced_rows, live_rows
 from tests.conftest import same_bits, write_random_index
 
 SPEC = IndexSpec(
@@ -91,6 +93,28 @@ def test_deleted_rows_are_not_returned(index):
         read_rows(root, [0, 4])
     assert verify_index(root) == []
     assert Manifest.load(root).format_version == "1.4"
+
+
+@pytest.mark.parametrize("count", [1, 3, 7, 100])
+def test_evenly_spaced_rows_leave_deleted_rows_out(index, count):
+    root, _ = index
+    delete(root, [0, 3, 17, 24, 25, 39])
+    opened = CommittedIndex.open(root)
+    live = live_rows(opened)
+    expected = live[:: max(1, len(live) // count)]
+    assert evenly_spaced_rows(opened, count).tolist() == expected.tolist()
+
+
+def test_the_memory_of_evenly_spaced_rows_does_not_grow_with_the_rows(index):
+    manifest = Manifest.load(index[0])
+    spec = replace(manifest.spec, rows=20_000_000, shard_size=16_384, segments=())
+    large = CommittedIndex(index[0], replace(manifest, spec=spec))
+    tracemalloc.start()
+    try:
+        assert 1024 <= len(evenly_spaced_rows(large, 1024)) < 2048
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_deletions_of_rows_that_cannot_be_deleted(index):
