@@ -8,6 +8,7 @@ if, for example, a disk is not mounted.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import pickle
 import sqlite3
 from array import array
@@ -89,14 +90,16 @@ class SourceChanges:
         changed: positions in `refs` of the inputs that had a row already, except
             retried inputs. The content of the input differs from that of the row, or
             the row is a duplicate whose original is not kept.
-        retried: positions in `refs` of the failed inputs that are tried again, by the
-            ids of their old rows.
+        retried: positions in `refs` of the inputs whose old rows failed or are
+            duplicates of the same content, by the ids of these rows. The new rows keep
+            the column values that users set in the old rows.
         vanished: number of rows whose input no longer exists.
         deleted: ids of the rows to delete, ascending: vanished rows, and the old rows
             of inputs that get a new row or are duplicates.
         stay_deleted: number of inputs that get no row, because a user deleted their
             row.
-        values: column values to change in unchanged rows, by row id and column.
+        values: column values to change in unchanged rows, in parts. They can be read
+            only once.
     """
 
     refs: Sequence[InputRef] | StoredRefs
@@ -111,7 +114,7 @@ class SourceChanges:
     vanished: int = 0
     deleted: Sequence[int] = ()
     stay_deleted: int = 0
-    values: NewValues = field(default_factory=dict)
+    values: Iterable[NewValues] = ()
 
 
 # The states of a row during a comparison follow.
@@ -139,6 +142,7 @@ CREATE TABLE pending(
     is_new INTEGER
 );
 CREATE TABLE new(hash BLOB PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE given(row_id INTEGER PRIMARY KEY, value BLOB);
 """
 _HAS_TOKENS = "failed_for IS NULL AND duplicate_of IS NULL"
 # Selects the first free row with the name of an input. If `any_content` is false, the
@@ -259,8 +263,7 @@ def compare_sources(
         group: all sources of the index; None uses the sources that the index records.
         max_vanished: largest allowed share, 0 to 1, of the rows whose input no longer
             exists or cannot be read.
-        retry_failed: True to give new rows to failed inputs that can be read. The new
-            rows have the column values that users set in the old rows.
+        retry_failed: True to give new rows to failed inputs that can be read.
         restore: True to give rows to inputs whose rows were deleted by users.
 
     Raises:
@@ -325,8 +328,8 @@ def compare_sources(
     hidden: dict[str, str] = {}
     removed = frozenset[str]() if restore else index.edits.removed
     stay_deleted = 0
-    metadata: dict[int, Mapping[str, Value]] = {}
-    unread: list[str] = []
+    unread = 0
+    first_unread = ""
     stored_values = CollectedColumns(index.spec.shard_size, columns.values())
     # Match every input with a row of the same name and content.
     for ref in hashed(listing):
@@ -347,9 +350,13 @@ def compare_sources(
             given = stored_values.add(ref).metadata or {}
             if row.metadata != _hash(_typed(given, columns)):
                 if any(ref.uri in source.unread for source in sources):
-                    unread.append(ref.uri)
+                    unread += 1
+                    first_unread = first_unread or ref.uri
                 else:
-                    metadata[row.row_id] = given
+                    database.execute(
+                        "INSERT INTO given VALUES(?, ?)",
+                        [row.row_id, pickle.dumps(given)],
+                    )
         if not stays:
             database.execute(
                 "INSERT INTO pending VALUES(?, ?, ?, ?, FALSE)",
@@ -393,8 +400,8 @@ def compare_sources(
     )
     if unread:
         text = (
-            f"the columns of {counted(len(unread), 'input')} stay, because their"
-            f" metadata cannot be read in full, first that of {unread[0]}; correct the"
+            f"the columns of {counted(unread, 'input')} stay, because their metadata"
+            f" cannot be read in full, first that of {first_unread}; correct the"
             " caption files and tables"
         )
         on_event(StatusMessage(text, is_warning=True))
@@ -422,9 +429,8 @@ def compare_sources(
 
     # Give a new row to each remaining input, unless the input is a duplicate. If the
     # input has an old row, mark that row as replaced.
-    user_values: NewValues = {}
-    if retry_failed:
-        user_values = _user_values(index, row_ids("failed_for IS NOT NULL"))
+    # A row with tokens whose content has not changed is kept.
+    user_values = _user_values(index, row_ids(f"NOT ({_HAS_TOKENS})"))
     changed = array("q")
     retried: dict[int, int] = {}
     cut_off = array("q")
@@ -461,12 +467,13 @@ def compare_sources(
         if is_repeated:
             repeated += 1
             continue
-        if row is not None and retry_failed and row.failed_for is not None:
+        is_retry = row is not None and retry_failed and row.failed_for is not None
+        if row is not None and (is_retry or row.hash == content):
             retried[row.row_id] = count
             values = {**(ref.metadata or {}), **user_values.get(row.row_id, {})}
             given = {name: each for name, each in values.items() if each is not None}
             ref = replace(ref, metadata=given or None)
-        elif row is not None:
+        if row is not None and not is_retry:
             changed.append(count)
         database.execute(
             "UPDATE pending SET is_new = TRUE, ref = ? WHERE position = ?",
@@ -478,11 +485,6 @@ def compare_sources(
     gone = f"state IN ({_FREE}, {_REPLACED})"
     kept = f"state = {_KEPT}"
     ((unchanged,),) = database.execute(f"SELECT COUNT(*) FROM rows WHERE {kept}")
-    changed_values = {
-        row_id: values
-        for row_id, values in metadata.items()
-        if row_ids(f"row_id = {row_id} AND {kept}")
-    }
     own = {display_path(source.path) for source in sources}
     # If all rows may vanish, the sources may be empty. Otherwise, rows of an empty
     # source are not deleted, and neither are rows of an archive that lies beside
@@ -511,7 +513,7 @@ def compare_sources(
         unchanged=unchanged,
         replaced=len(row_ids(f"{gone} AND {_HAS_TOKENS}")) - held_tokens,
         stay_deleted=stay_deleted,
-        values=_new_values(as_given, changed_values),
+        values=_new_values(as_given, database),
         changed=changed,
         retried=retried,
         vanished=len(vanished),
@@ -568,25 +570,31 @@ def _typed(
 
 
 def _new_values(
-    as_given: CommittedIndex,
-    metadata: Mapping[int, Mapping[str, Value]],
-) -> dict[int, dict[str, Value | None]]:
-    """Return the column values that have changed in the sources, by row id and column.
+    as_given: CommittedIndex, database: sqlite3.Connection
+) -> Iterator[NewValues]:
+    """Yield the column values of kept rows that have changed in the sources, one shard
+    at a time.
 
     Args:
         as_given: the index, with the values that the sources gave last.
-        metadata: the values that the sources give now for kept rows, by row id.
     """
     columns = {column.name: column for column in as_given.manifest.columns}
-    rows = read_index_rows(as_given, sorted(metadata), ["row_id", *columns]).to_pylist()
-    values: dict[int, dict[str, Value | None]] = {}
-    for row in rows:
-        given = metadata[row["row_id"]]
-        for name in {*given, *columns}:
-            value = given.get(name)
-            if not is_value(row.get(name), value, columns.get(name)):
-                values.setdefault(row["row_id"], {})[name] = value
-    return values
+    lines = database.execute(
+        "SELECT row_id, value FROM given JOIN rows USING (row_id)"
+        f" WHERE state = {_KEPT} ORDER BY row_id"
+    )
+    size = as_given.spec.shard_size
+    for _, of_shard in itertools.groupby(lines, lambda line: line[0] // size):
+        metadata = {row_id: pickle.loads(given) for row_id, given in of_shard}
+        rows = read_index_rows(as_given, [*metadata], ["row_id", *columns]).to_pylist()
+        values: NewValues = {}
+        for row in rows:
+            given = metadata[row["row_id"]]
+            for name in {*given, *columns}:
+                value = given.get(name)
+                if not is_value(row.get(name), value, columns.get(name)):
+                    values.setdefault(row["row_id"], {})[name] = value
+        yield values
 
 
 def _refuse_hidden_rows(

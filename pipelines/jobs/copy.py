@@ -475,6 +475,7 @@ def copy_index(
                     "name": opened.root.name,
                     "snapshot": manifest.snapshot.number,
                 },
+                edits=opened.edits.moved(partial(renumbered, chosen, 0)),
             )
             applied = apply(new, part, on_event, should_stop)
         files = [file for receipt in applied.receipts for file in receipt.files]
@@ -684,8 +685,9 @@ def merging(
     inputs = list[Json]()
     deleted = Tombstones()
     edits = list[pa.Table]()
-    # Content hashes of the indexed rows of all indexes before the index `each`
-    earlier_hashes: NDArray[np.bytes_] = np.empty(0, _HASH)
+    # Content hashes of the indexed rows of all indexes before the index `each`, sorted.
+    # The last item is larger than any hash, so that every hash has a position.
+    earlier_hashes: NDArray[np.bytes_] = np.array([b"\xff"], _HASH)
     on_event(StatusMessage("looking for duplicates"))
     for each in indexes:
         spec = each.spec
@@ -704,7 +706,8 @@ def merging(
         for table in iter_rows(each, ["row_id", "content_hash", "status"]):
             digits = table["content_hash"].fill_null("").to_pylist()
             hashes = np.array(digits, _HASH)
-            is_known = np.isin(hashes, earlier_hashes) & (hashes != b"")
+            at_or_after = earlier_hashes[np.searchsorted(earlier_hashes, hashes)]
+            is_known = (hashes == at_or_after) & (hashes != b"")
             repeated.append(table["row_id"].to_numpy()[is_known])
             contents.append(hashes[table["status"].to_numpy() == INDEXED])
         earlier_hashes = np.unique(np.concatenate(contents))

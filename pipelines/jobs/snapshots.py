@@ -4,7 +4,7 @@ snapshot, and remove old snapshots.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,7 +15,13 @@ import pyarrow.compute as pc
 
 from pipelines.jobs.changing import Edit, apply, begin, notifier, rows_passing
 from pipelines.metadata import Ignored, source_values
-from pipelines.progress.events import OnEvent, StatusMessage, ignore, never
+from pipelines.progress.events import (
+    OnEvent,
+    ShouldStop,
+    StatusMessage,
+    ignore,
+    never,
+)
 from storage_formats.arguments import as_list
 from storage_formats.atomic import Json
 from storage_formats.change import Removal, collect_garbage, unfinished_journal
@@ -81,6 +87,7 @@ def delete_rows(
     erase: bool = False,
     dry_run: bool = False,
     on_event: OnEvent = ignore,
+    should_stop: ShouldStop = never,
 ) -> DeleteResult:
     """Delete rows of an index, as `edje-index delete` does. The other rows keep their
     ids.
@@ -96,12 +103,13 @@ def delete_rows(
             earlier snapshots are removed. Call the function again to finish an
             interrupted erasure; `rows` and `where` may then be left out.
         dry_run: True to return the result without changing the index.
-        on_event: as in `build_index`.
+        on_event, should_stop: as in `build_index`.
 
     Raises:
         UsageError: there is no index at `index`, `where` is invalid, or `rows` and
             `where` are both missing although `erase` is False.
         RowIdError: a row id does not exist.
+        JobStopped: `should_stop()` returned True. An erasure keeps what is finished.
         UnfinishedChangeError: another change was stopped.
         EdjeError: another process is changing the index.
 
@@ -122,11 +130,16 @@ def delete_rows(
         journal = unfinished_journal(index)
         # Finish the compaction of an interrupted erasure first.
         if journal is not None and journal.kind == "compact":
-            compact_index(index, only_shards_with_deleted=True, on_event=on_event)
+            compact_index(
+                index,
+                only_shards_with_deleted=True,
+                on_event=on_event,
+                should_stop=should_stop,
+            )
     with begin(index, "delete", dry_run=dry_run) as change:
         opened = change.index
         selected, edit = deletion(opened, rows, where, with_duplicates=erase)
-        number = apply(change, edit, on_event, never).manifest.snapshot.number
+        number = apply(change, edit, on_event, should_stop).manifest.snapshot.number
     new = len(edit.deleted)
     deleted_rows = opened.manifest.snapshot.deleted_rows + new
     if erase and not dry_run:
@@ -134,7 +147,10 @@ def delete_rows(
             StatusMessage("copying the other rows of the shards with deleted rows")
         )
         number = compact_index(
-            index, only_shards_with_deleted=True, on_event=on_event
+            index,
+            only_shards_with_deleted=True,
+            on_event=on_event,
+            should_stop=should_stop,
         ).snapshot
         remove_snapshots(index, keep=1)
     return DeleteResult(
@@ -326,6 +342,7 @@ def set_columns(
     *,
     where: str | None = None,
     on_event: OnEvent = ignore,
+    should_stop: ShouldStop = never,
 ) -> EditResult:
     """Set values of columns, such as captions, in one commit. No image is encoded, and
     no token file changes. `roll_back` undoes the change.
@@ -379,7 +396,7 @@ def set_columns(
             )
         ids = np.append(ids, np.setdiff1d(rows_passing(opened, where), ids))
         values = _checked(ids.tolist(), columns)
-        lines, after = edited_values(opened, values, opened.manifest.columns)
+        lines, after = edited_values(opened, [values], opened.manifest.columns)
         types = {column.name: column.type for column in opened.manifest.columns}
         for column in after:
             if types.get(column.name, column.type) != column.type:
@@ -393,7 +410,7 @@ def set_columns(
         names = sorted({*of_values["column"].to_pylist()})
         details = {"rows": rows, "columns": names}
         edit = Edit(opened.spec, details, columns=after, edits=lines)
-        manifest = apply(change, edit, on_event, never).manifest
+        manifest = apply(change, edit, on_event, should_stop).manifest
     return EditResult(rows, len(of_values), tuple(names), manifest.snapshot.number)
 
 
@@ -437,13 +454,13 @@ def _checked(row_ids: list[int], columns: Mapping[str, Sequence[Any]]) -> NewVal
 
 def edited_values(
     index: CommittedIndex,
-    values: NewValues,
+    parts: Iterable[NewValues],
     columns: Sequence[SourceColumn],
     *,
     is_given: bool = False,
 ) -> tuple[pa.Table, tuple[SourceColumn, ...]]:
-    """Return the edit lines that set `values`, and the source columns after the change.
-    Values that the index already has get no line.
+    """Return the edit lines that set the values in `parts`, and the source columns
+    after the change. Values that the index already has get no line.
 
     Args:
         columns: source columns before the change.
@@ -453,38 +470,41 @@ def edited_values(
         UsageError: there would be too many columns.
     """
     columns_by_name = {column.name: column for column in index.manifest.columns}
-    names = sorted({name for row in values.values() for name in row})
-    stored = [name for name in names if name in columns_by_name]
-    row_ids = sorted(values)
-    # Read `row_id`, too, so that the table has rows even if all columns are new.
-    rows = read_index_rows(index, row_ids, ["row_id", *stored]).to_pylist()
-    by_users = index.edits.user_values(row_ids)
     counted = CountedColumns(columns)
-    lines: list[Json] = []
-    for row in rows:
-        for name, value in values[row["row_id"]].items():
-            before = row.get(name)
-            is_same = is_value(before, value, columns_by_name.get(name))
-            is_by_user = (row["row_id"], name) in by_users
-            if is_given and is_by_user:
-                lines.append(_line(row["row_id"], GIVEN + name, value))
-            # When a user replaces a value for the first time, record what the sources
-            # gave.
-            if not is_given and not is_by_user and not is_same:
-                lines.append(_line(row["row_id"], GIVEN + name, before))
-            if is_same:
-                continue
-            lines.append(_line(row["row_id"], name, value))
-            counted.values[name] -= before is not None
-            if value is not None:
-                counted.count(name, value)
+    tables = [EDIT_SCHEMA.empty_table()]
+    for values in parts:
+        names = sorted({name for row in values.values() for name in row})
+        stored = [name for name in names if name in columns_by_name]
+        row_ids = sorted(values)
+        # Read `row_id`, too, so that the table has rows even if all columns are new.
+        rows = read_index_rows(index, row_ids, ["row_id", *stored]).to_pylist()
+        by_users = index.edits.user_values(row_ids)
+        lines: list[Json] = []
+        for row in rows:
+            for name, value in values[row["row_id"]].items():
+                before = row.get(name)
+                is_same = is_value(before, value, columns_by_name.get(name))
+                is_by_user = (row["row_id"], name) in by_users
+                if is_given and is_by_user:
+                    lines.append(_line(row["row_id"], GIVEN + name, value))
+                # When a user replaces a value for the first time, record what the
+                # sources gave.
+                if not is_given and not is_by_user and not is_same:
+                    lines.append(_line(row["row_id"], GIVEN + name, before))
+                if is_same:
+                    continue
+                lines.append(_line(row["row_id"], name, value))
+                counted.values[name] -= before is not None
+                if value is not None:
+                    counted.count(name, value)
+        tables.append(pa.Table.from_pylist(lines, EDIT_SCHEMA))
     after = counted.columns()
     if len(after) > MAX_COLUMNS:
         raise UsageError(
             f"the index would have {len(after)} columns, more than {MAX_COLUMNS}",
             parameter="columns",
         )
-    return pa.Table.from_pylist(lines, EDIT_SCHEMA), after
+    return pa.concat_tables(tables), after
 
 
 def _line(row_id: int, column: str, value: Value | None) -> Json:

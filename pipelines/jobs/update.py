@@ -276,6 +276,7 @@ def update_index(
         lines, columns = edited_values(
             change.index, changes.values, columns, is_given=True
         )
+        edited = len(lines["row_id"].unique())
         if plan is not None and changes.retried:
             # The edits record which values the sources gave before users set others.
             # Copy these lines from the retried rows to their new rows.
@@ -294,7 +295,8 @@ def update_index(
             columns=columns,
             restored=change.index.edits.removed if restore else (),
             needs_indexed=groups == recorded_sources(manifest)
-            and not changes.values
+            and not edited
+            and not changes.changed
             and 0 < len(changes.retried) == len(changes.refs) == len(changes.deleted),
         )
         applied = apply(change, edit, on_event, should_stop)
@@ -326,7 +328,7 @@ def update_index(
         inputs=changes.inputs,
         shards=shards,
         unchanged=changes.unchanged,
-        edited=len(changes.values),
+        edited=edited,
         stay_deleted=changes.stay_deleted,
         new=counts.indexed - changed,
         changed=changed,

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import tarfile
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +27,7 @@ from pipelines import (
     add_images,
     append_index,
     compact_index,
+    copy_index,
     delete_rows,
     merge_indexes,
     set_columns,
@@ -686,7 +688,7 @@ def test_changed_columns_of_a_list_are_replaced_without_encoding(photos, config)
     assert captions(root)["02.jpg"] is None
 
 
-@pytest.mark.parametrize("rewrite", ["nothing", "compact", "erase", "merge"])
+@pytest.mark.parametrize("rewrite", ["nothing", "compact", "erase", "merge", "copy"])
 def test_edited_values_stay_until_the_source_changes_them(
     photos, config, tmp_path, rewrite
 ):
@@ -718,6 +720,12 @@ def test_edited_values_stay_until_the_source_changes_them(
         del expected["04.jpg"]
     elif rewrite == "compact":
         compact_index(root)
+    elif rewrite == "copy":
+        copy_index(root, tmp_path / "copy.edje", where="uri like '%.jpg'")
+        root = tmp_path / "copy.edje"
+        # a copy of a part records no sources
+        add_source = update(root, path)
+        assert (add_source.edited, add_source.rows) == (0, 0)
     elif rewrite == "merge":
         other = tmp_path / "other"
         other.mkdir()
@@ -738,6 +746,55 @@ def test_edited_values_stay_until_the_source_changes_them(
     assert update(root).edited == 1
     assert captions(root) == expected | {"01.jpg": "b"}
     assert problems_and_counts(root) == []
+
+
+@pytest.mark.parametrize("rewrite", ["delete", "compact", "copy"])
+def test_edited_values_of_a_duplicate_survive_the_loss_of_its_original(
+    photos, config, tmp_path, rewrite
+):
+    shutil.copy(photos / "00.jpg", photos / "01.jpg")
+    path = photos / "list.csv"
+    path.write_text("path,caption\n00.jpg,a\n01.jpg,b\n")
+    root = Path(config().out)
+    run_build(config(sources=[str(path)], dedupe=True), lambda event: None)
+    ids = row_ids(root)
+    set_columns(root, [ids["01.jpg"]], {"caption": ["mine"]})
+    if rewrite == "copy":
+        copy_index(root, tmp_path / "copy.edje", rows=[ids["01.jpg"]])
+        root = tmp_path / "copy.edje"
+    else:
+        delete_rows(root, rows=[ids["00.jpg"]])
+    if rewrite == "compact":
+        compact_index(root)
+    path.write_text("path,caption\n01.jpg,b\n")
+    assert update(root, path).changed == 1
+    assert captions(root) == {"01.jpg": "mine"}
+    assert update(root).edited == 0
+    path.write_text("path,caption\n01.jpg,B\n")
+    assert update(root).edited == 1
+    assert captions(root) == {"01.jpg": "B"}
+    assert problems_and_counts(root) == []
+
+
+def test_a_new_column_of_all_rows_takes_the_memory_of_one_shard(photos, config):
+    path = photos / "list.csv"
+    names = ["00.jpg", *(f"missing/{row}.jpg" for row in range(299))]
+    path.write_text("path\n" + "\n".join(names))
+    request = config(sources=[str(path)], shard_size=20, max_failed=1.0)
+    run_build(request, lambda event: None)
+    peaks = []
+    for text in ("x", 15_000 * "x"):
+        lines = (f"{name},{text}\n" for name in names)
+        path.write_text("path,text\n" + "".join(lines))
+        tracemalloc.start()
+        try:
+            result = update_index(request.out, engine="inline", dry_run=True)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+        assert result.edited == 300
+    # The texts have 4.5 MB.
+    assert peaks[1] - peaks[0] < 2 << 20
 
 
 def test_a_list_may_change_the_type_of_a_column(photos, config):
