@@ -160,7 +160,12 @@ def build_ann(
     return cast(Ann, ann)
 
 
-def extend_ann(layout: Layout, spec: IndexSpec, ann: Ann) -> Ann:
+def extend_ann(
+    layout: Layout,
+    spec: IndexSpec,
+    ann: Ann,
+    on_progress: OnProgress | None = None,
+) -> Ann:
     """Write the last segment of `spec` to a new FAISS file, together with the vectors
     in small files of earlier appends.
 
@@ -185,7 +190,7 @@ def extend_ann(layout: Layout, spec: IndexSpec, ann: Ann) -> Ann:
         index = _trained(
             AnnKind.choose(segment.rows, spec.embed_dim), embeddings, segment.rows
         )
-    _fill(index, embeddings)
+    _fill(index, embeddings, on_progress)
     added: int = index.ntotal
     joined: list[Any] = []
     # Small files of earlier appends are merged into the new file, so that few files

@@ -82,8 +82,9 @@ def delete(index: IndexLocation, **options: Any) -> None:
     """
     from pipelines.jobs.snapshots import delete_rows
 
-    with running_job(resume=index) as (on_event, _):
-        result = delete_rows(index, on_event=on_event, **options)
+    # An erasure that stops between its steps has no journal.
+    resume = options["erase"] or index
+    result = run_job(delete_rows, index, resume=resume, **options)
     would = "would be " if result.dry_run else ""
     line = f"{index}: {counted(len(result.deleted), 'row')} {would}deleted"
     if result.deleted:
@@ -167,14 +168,8 @@ def edit(
     }
     row_ids = [row for row in rows if isinstance(row, int)]
     filters = [f"({row})" for row in rows if isinstance(row, str)]
-    with running_job(resume=index) as (on_event, _):
-        result = set_columns(
-            index,
-            row_ids,
-            columns,
-            where=" or ".join(filters) or None,
-            on_event=on_event,
-        )
+    where = " or ".join(filters) or None
+    result = run_job(set_columns, index, row_ids, columns, resume=index, where=where)
     names = ", ".join(result.columns)
     line = f"{index}: {counted(result.values, 'value')} of {names} set"
     if not result.values:
@@ -461,7 +456,7 @@ def gc(index: IndexLocation, keep: int | None) -> None:
     """
     from pipelines.jobs.snapshots import remove_snapshots
 
-    with running_job() as (on_event, _):
+    with running_job(stops=False) as (on_event, _):
         removal = remove_snapshots(index, keep, on_event)
     files = f"{counted(removal.files, 'file')} of {human_bytes(removal.bytes)}"
     line = f"{index}: {counted(len(removal.snapshots), 'snapshot')} and {files} removed"

@@ -147,7 +147,10 @@ def this_command() -> str:
 
 @contextlib.contextmanager
 def running_job(
-    *, resume: IndexLocation | bool = False, quiet: bool = False
+    *,
+    resume: IndexLocation | bool = False,
+    quiet: bool = False,
+    stops: bool = True,
 ) -> Iterator[tuple[OnEvent, ShouldStop]]:
     """Yield two callbacks for a job: `on_event` shows progress, and `should_stop`
     returns True after a signal to stop.
@@ -160,9 +163,11 @@ def running_job(
             changes an index, `resume` is the path or URL of the index. If it is a path,
             the job can be resumed only if the index has a journal when the job stops.
         quiet: do not show progress, even without the option `--quiet`.
+        stops: False for a job that does not call `should_stop`. A signal then ends it
+            at once.
     """
     from pipelines.progress.display import Display, log_file
-    from pipelines.progress.events import stop_on_signals
+    from pipelines.progress.events import never, stop_on_signals
 
     context = click.get_current_context(silent=True)
     log: Path | None = None if context is None else context.meta.get(LOG_KEY)
@@ -172,7 +177,9 @@ def running_job(
             # Standard output must contain nothing but the result, so text that
             # libraries print goes to standard error.
             contextlib.redirect_stdout(sys.stderr),
-            stop_on_signals() as should_stop,
+            (
+                stop_on_signals() if stops else contextlib.nullcontext(never)
+            ) as should_stop,
             display.bar,
             contextlib.nullcontext() if log is None else log_file(log, this_command()),
         ):

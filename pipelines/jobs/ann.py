@@ -24,7 +24,6 @@ from pipelines.progress.events import (
     ignore,
     never,
     progress_callback,
-    stop_at_events,
 )
 from storage_formats.errors import CorruptIndexError
 from storage_formats.extras import name_missing_extra
@@ -69,11 +68,9 @@ def add_ann(
         JobStopped: `should_stop()` returned True. The index has not changed.
         MissingExtraError: FAISS is not installed.
     """
-    stopped = "stopped; the index was not changed"
-    on_event = stop_at_events(on_event, should_stop, stopped)
     with name_missing_extra("search"), begin(root, "ann build") as change:
         edit = Edit(change.index.spec, ann=request)
-        return apply(change, edit, on_event, never).manifest
+        return apply(change, edit, on_event, should_stop).manifest
 
 
 def new_ann(
@@ -153,7 +150,8 @@ def changed_ann(
         changed = replace(before, ann=ann_without_rows(index, rows))
     if not spec.shards_not_in(old):
         return changed.ann
-    final = replace(before, ann=extend_ann(index.layout, spec, changed.ann))
+    ann = extend_ann(index.layout, spec, changed.ann, progress_callback(on_event))
+    final = replace(before, ann=ann)
     # `extend_ann` may have merged a file from `ann_without_rows` into the new file. The
     # merged file is then named neither in the old nor in the new manifest, and is
     # removed.

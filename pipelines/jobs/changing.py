@@ -38,6 +38,7 @@ from pipelines.progress.events import (
     ShardMeter,
     ShouldStop,
     StatusMessage,
+    stop_at_events,
 )
 from pipelines.progress.wording import counted
 from storage_formats.arrays import Ints
@@ -418,15 +419,20 @@ def apply(
         return Applied(change.index.manifest)
     value.begin(change)
     work = value.work
+    # The nearest-neighbour index is built before the commit, which may take long.
+    stopped = "stopped before the commit"
+    report = stop_at_events(on_event, should_stop, stopped)
     if work is None:
-        return Applied(value.commit(change, (), on_event))
+        if should_stop():
+            raise JobStopped(stopped)
+        return Applied(value.commit(change, (), report))
     started = time.monotonic()
     earlier = change.receipts(work.shards, work.fingerprint)
     on_event(PlanReady(work.rows, len(work.shards), len(earlier), **work.described))
     receipts = run_shards(work, earlier, on_event, should_stop)
     rows = sum(receipt.rows for receipt in receipts if receipt.shard not in earlier)
     speed = rows / (time.monotonic() - started)
-    return Applied(value.commit(change, receipts, on_event), receipts, earlier, speed)
+    return Applied(value.commit(change, receipts, report), receipts, earlier, speed)
 
 
 def processors(

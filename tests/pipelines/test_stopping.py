@@ -6,12 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
+from pipelines import delete_rows
+from pipelines.jobs.ann import add_ann
 from pipelines.progress.events import stop_on_signals
-from storage_formats import IndexSpec
-from tests.conftest import write_random_index
+from storage_formats import IndexSpec, Manifest, TokenStore, verify_index
+from storage_formats.format.layout import Layout
+from tests.conftest import REPO, write_random_index
 
 THREE_SIGNALS = """
 import os, signal
@@ -47,6 +51,77 @@ def invoke(context):
 cli.invoke = invoke
 sys.exit(main())
 """
+
+
+SIGNAL_BEFORE = """
+import importlib, os, signal, sys
+from pipelines.cli import main
+name = sys.argv.pop(1)
+module = importlib.import_module(name.rpartition(".")[0])
+function = getattr(module, name.rpartition(".")[2])
+def interrupted(*arguments, **options):
+    os.kill(os.getpid(), signal.SIGINT)
+    return function(*arguments, **options)
+setattr(module, name.rpartition(".")[2], interrupted)
+sys.exit(main())
+"""
+
+
+def start(*words):
+    return subprocess.Popen(
+        [sys.executable, "-c", *map(str, words)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("pipelines.jobs.snapshots.read_index_rows", ["delete", "--rows", "1"]),
+        ("pipelines.jobs.snapshots.edited_values", ["edit", "--rows=1", "--set=a=b"]),
+        ("edje_index.indexing.faiss_build._trained", ["ann", "build"]),
+        ("pipelines.jobs.ann.build_copied_ann", ["compact"]),
+        ("storage_formats.change.earlier_snapshots", ["gc", "--keep", "1"]),
+    ],
+)
+def test_ctrl_c_stops_every_change_before_its_commit(tmp_path, function, words):
+    root = tmp_path / "index"
+    write_random_index(root, IndexSpec(8, 4, (1, 16), 6))
+    add_ann(root)
+    delete_rows(root, [0])
+    before = (root / "index.json").read_bytes()
+    with start(SIGNAL_BEFORE, function, *words, root) as process:
+        said = process.stderr.read()
+        assert process.wait(60) == 130, said
+    assert (root / "index.json").read_bytes() == before
+    assert said.splitlines()[-1].startswith("error: "), said
+
+
+@pytest.mark.parametrize("words", [["compact"], ["delete", "--erase"]])
+def test_ctrl_c_stops_the_copying_of_rows_and_the_same_command_resumes(
+    tmp_path, run, words
+):
+    root = tmp_path / "index"
+    write_random_index(root, IndexSpec(600, 2, (1, 16), 6))
+    delete_rows(root, range(0, 600, 2))
+    with start(
+        "import sys; from pipelines.cli import main; sys.exit(main())", *words, root
+    ) as process:
+        while not any(Layout(root).receipts.glob("*.json")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+        assert process.wait(60) == 130, said
+    assert "of 150 shards are finished. To resume: edje-index " in said
+    assert Manifest.load(root).snapshot.number == 1
+    code, _, said = run(*words, root)
+    assert code == 0, said
+    assert TokenStore.open(root).row_ids().tolist() == [*range(600, 900)]
+    assert verify_index(root) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
