@@ -18,6 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from edje_index.inputs.json_lines import text_lines
 from storage_formats.atomic import Json
 from storage_formats.format.column_types import BYTES, TEXT, column_kind
 from storage_formats.format.parquet import iter_batches
@@ -118,9 +119,10 @@ def sidecar_values(
     for suffix, content in sorted(contents.items()):
         try:
             text = (content or b"").decode("utf-8-sig")
-            lines = [line.strip() for line in text.splitlines() if line.strip()]
             parsed = (
-                json.loads(text) if suffix == ".json" else {CAPTIONS: lines or None}
+                json.loads(text)
+                if suffix == ".json"
+                else {CAPTIONS: text_lines(text) or None}
             )
         except (ValueError, RecursionError):
             parsed = None

@@ -30,7 +30,7 @@ import pyarrow as pa
 
 from edje_index.images.decode import ImageError
 from edje_index.inputs.containers import members_with_sidecars
-from edje_index.inputs.json_lines import read_json_lines
+from edje_index.inputs.json_lines import read_json_lines, text_lines
 from edje_index.inputs.names import MAX_SIDECAR_BYTES
 from edje_index.inputs.ranges import open_ranged
 from edje_index.inputs.refs import display_path
@@ -477,8 +477,7 @@ def _sample(name: str, contents: Mapping[str, bytes | None]) -> Any:
     value = _parse_json(texts[".json"]) if ".json" in texts else {}
     if isinstance(value, dict):
         if ".txt" in texts:
-            lines = _decode(texts[".txt"]).splitlines()
-            value[CAPTION_COLUMNS[0]] = [line for line in lines if line.strip()] or [""]
+            value[CAPTION_COLUMNS[0]] = text_lines(_decode(texts[".txt"])) or [""]
         value |= {IMAGE_KEYS[0]: name, ID_KEY: os.path.splitext(name)[0]}
     return value
 

@@ -1,11 +1,23 @@
-"""Reads JSON Lines files."""
+"""Splits texts into lines, and reads JSON Lines files."""
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+
+def text_lines(text: str) -> list[str]:
+    """Return the lines of a text without surrounding whitespace. Blank lines are left
+    out.
+
+    A line ends with a line feed, a carriage return, or both. `str.splitlines` would
+    also split at characters that are part of a line, such as U+2028 and the form feed.
+    """
+    lines = io.StringIO(text, newline=None)
+    return [stripped for line in lines if (stripped := line.strip())]
 
 
 def read_json_lines(

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from edje_index.inputs.json_lines import read_json_lines
+from edje_index.inputs.json_lines import read_json_lines, text_lines
 from storage_formats.arguments import as_list, as_path, as_text, shown
 from storage_formats.arrays import Floats, Ints
 from storage_formats.errors import UsageError
@@ -49,24 +49,26 @@ def read_queries(path: Path) -> list[str]:
     """
     try:
         if path.suffix.lower() in (".jsonl", ".ndjson"):
-            values = [(number, value) for number, value, _ in read_json_lines(path)]
+            values = list(read_json_lines(path))
         else:
-            lines = path.read_text(encoding="utf-8-sig").splitlines()
-            values = [(0, line) for line in lines if line.strip()]
+            text = path.read_text(encoding="utf-8-sig")
+            values = [(0, line, "") for line in text_lines(text)]
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(
             f"cannot read {path}: {reason}; give a UTF-8 text file"
         ) from error
     queries: list[str] = []
-    for number, value in values:
+    for number, value, error in values:
+        query = value
         if isinstance(value, dict):
-            value = next((value[name] for name in _MEMBERS if name in value), None)
-        texts = value if isinstance(value, list) and value else [value]
+            query = next((value[name] for name in _MEMBERS if name in value), None)
+        texts = query if isinstance(query, list) and query else [query]
         if not all(isinstance(text, str) and text.strip() for text in texts):
             raise UsageError(
                 f"{path}, line {number}: a query must be a JSON string, or an object"
-                f" with one of the members {', '.join(_MEMBERS)}, got {value!r:.80}"
+                f" with one of the members {', '.join(_MEMBERS)};"
+                f" {error or f'got {value!r:.80}'}"
             )
         queries += [text.strip() for text in texts]
     if not queries:

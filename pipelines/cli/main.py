@@ -258,7 +258,7 @@ def _run(arguments: list[str], interrupts: Sequence[int]) -> int:
             traceback.print_exception(error)
         # The message of invalid settings has one line per problem. Each line is escaped
         # alone, because `printable` would escape the line breaks.
-        lines = map(printable, message.splitlines())
+        lines = map(printable, message.split("\n"))
         click.echo("error: " + "\n".join(lines), err=True)
         if "--json" in arguments:
             print_json({"error": message, "exit_code": code})

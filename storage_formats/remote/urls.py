@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 from pathlib import Path
+from urllib.parse import unquote
 
 from storage_formats.arguments import as_path
 from storage_formats.errors import UsageError
@@ -109,6 +110,11 @@ def hub_address(url: str) -> tuple[str, str, str, str, dict[str, str]]:
             f"{url} names no repository; give a URL such as hf://datasets/OWNER/NAME"
         )
     repository, _, revision = "/".join(parts[:length]).partition("@")
+    # The revisions of pull requests and conversions are the only ones with slashes. In
+    # other revisions, a slash is written as %2F.
+    if revision == "refs":
+        revision = "/".join([revision, *parts[length : length + 2]])
+        length += 2
     token = os.environ.get("HF_TOKEN", "").strip()
     if not token:
         cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -124,7 +130,8 @@ def hub_address(url: str) -> tuple[str, str, str, str, dict[str, str]]:
         )
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    return endpoint, repository, revision or "main", "/".join(parts[length:]), headers
+    path = "/".join(parts[length:])
+    return endpoint, repository, unquote(revision) or "main", path, headers
 
 
 def _looks_like_url(location: IndexLocation) -> bool:

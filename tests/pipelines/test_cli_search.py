@@ -42,6 +42,8 @@ def test_queries_of_a_file_give_one_object_each(run, root, tmp_path):
     (tmp_path / name).write_text("\n" + "\n\n".join(lines) + "\n")
     plain.write_text("\n" + "\n\n".join(QUERIES) + "\n")
     assert read_queries(plain) == read_queries(tmp_path / name) == QUERIES
+    plain.write_text("a\u2028b\r\n\fc\x85d\v e\n\u2029\n", "utf-8", newline="")
+    assert read_queries(plain) == ["a\u2028b", "c\x85d\v e"]
     other = tmp_path / "queries.NDJSON"
     other.write_bytes((tmp_path / name).read_bytes())
     assert read_queries(other) == QUERIES
@@ -124,10 +126,12 @@ def test_bad_files_of_queries_are_refused_before_anything_is_loaded(
             b'{"query": "a"}\n{"key": "b"}\n',
             "q.jsonl, line 2: a query must be a JSON string, or an object with",
         ),
-        (b'{"query": [3]}', "q.jsonl, line 1: a query must be a JSON string"),
+        (b'{"query": [3]}', "captions; got {'query': [3]}"),
         (b"[" * 100_000, "q.jsonl, line 1: a query must be a JSON string"),
+        (b'"a"\na dog\n', "q.jsonl, line 2: a query must be a JSON string, or an"),
+        (b"a dog", "captions; the text is not JSON: Expecting value"),
         (b"\n \n", "q.jsonl is empty"),
-        (b"\xff\xfe", "q.jsonl, line 1: a query must be a JSON string"),
+        (b"\xff\xfe", "captions; the text is not UTF-8"),
     ):
         (tmp_path / "q.jsonl").write_bytes(content)
         code, out, err = run("search", "nowhere", "--queries", "q.jsonl")

@@ -249,7 +249,7 @@ def test_files_beside_images_as_img2dataset_writes_them(tmp_path):
         "n": None,
     }
     (folder / "0.json").write_text(json.dumps(info))
-    (folder / "0.txt").write_text("a dog\n\n ein Hund \n")
+    (folder / "0.txt").write_text("a dog\n\n ein\u2028Hund \r", newline="")
     (folder / "1.json").write_text("{")
     (folder / "2.json").write_bytes(b"[" * 50_000)
     (folder / "2.txt").write_bytes(b"\xff")
@@ -261,7 +261,7 @@ def test_files_beside_images_as_img2dataset_writes_them(tmp_path):
         "key": "0",
         "source_width": 256,
         "exif": "{}",
-        "captions": ["a dog", "ein Hund"],
+        "captions": ["a dog", "ein\u2028Hund"],
     }
     assert [ref.metadata for ref in refs[1:]] == [None, None]
     assert ignored == {"(unreadable metadata)": 3, ".txt": 1, "(hidden)": 1}

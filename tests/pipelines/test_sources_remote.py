@@ -216,8 +216,21 @@ def test_patterns_of_urls(server: WebServer) -> None:
         open_source("http://[::1/a.jpg")
 
 
+@pytest.mark.parametrize(
+    ("revision", "encoded"),
+    [
+        ("v1", "v1"),
+        ("refs/pr/1", "refs%2Fpr%2F1"),
+        ("refs%2Fconvert%2Fparquet", "refs%2Fconvert%2Fparquet"),
+    ],
+)
 def test_a_folder_on_the_hub(
-    server: WebServer, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: WebServer,
+    photos: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    revision: str,
+    encoded: str,
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.setenv("HF_TOKEN", "secret\n")
@@ -226,7 +239,7 @@ def test_a_folder_on_the_hub(
     data = (tmp_path / "packed/c.parquet").read_bytes()
     names = ["train-00000.parquet", "train-00001.parquet"]
     for name in names:
-        server.files[f"/datasets/owner/set/resolve/v1/data/{name}"] = data
+        server.files[f"/datasets/owner/set/resolve/{encoded}/data/{name}"] = data
     sent: list[dict[str, str]] = []
 
     def page(number: int) -> Callable[[dict[str, str]], Any]:
@@ -238,16 +251,16 @@ def test_a_folder_on_the_hub(
 
         return answer
 
-    server.responses["/api/datasets/owner/set/tree/v1/data"] = page(0)
+    server.responses[f"/api/datasets/owner/set/tree/{encoded}/data"] = page(0)
     server.responses["/page2"] = page(1)
     for spec in (
-        "hf://datasets/owner/set@v1/data",
-        "hf://datasets/owner/set@v1/data/*.parquet",
+        f"hf://datasets/owner/set@{revision}/data",
+        f"hf://datasets/owner/set@{revision}/data/*.parquet",
     ):
         refs = scan(spec)
         assert [ref.uri for ref in refs[9:11]] == [
-            "hf://datasets/owner/set@v1/data/train-00000.parquet!image/9",
-            "hf://datasets/owner/set@v1/data/train-00001.parquet!image/0",
+            f"hf://datasets/owner/set@{revision}/data/train-00000.parquet!image/9",
+            f"hf://datasets/owner/set@{revision}/data/train-00001.parquet!image/0",
         ]
         assert read_bytes(refs[12]) == (photos / "02.jpg").read_bytes()
     assert {headers["Authorization"] for headers in sent} == {"Bearer secret"}
@@ -255,7 +268,7 @@ def test_a_folder_on_the_hub(
         open_source("hf://owner")
     monkeypatch.setenv("HF_TOKEN", "sec\nret")
     with pytest.raises(UsageError, match="the token of the Hub has line") as caught:
-        open_source("hf://datasets/owner/set@v1/data")
+        open_source(f"hf://datasets/owner/set@{revision}/data")
     assert "ret" not in str(caught.value).replace("are not", "")
 
 

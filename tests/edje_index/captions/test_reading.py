@@ -174,7 +174,7 @@ def test_webdataset(tmp_path):
         tmp_path / "shard.tar",
         {
             "00/猫.jpg": b"pixels",
-            "00/猫.txt": b"one\n\ntwo\n",
+            "00/猫.txt": b"one\n\nt\xe2\x80\xa8w\x0co\n",
             "00/猫.cls": b"3",
             "b.seg.png": b"a mask, no image",
             "c.png": b"pixels",
@@ -186,7 +186,7 @@ def test_webdataset(tmp_path):
         CaptionedImage(
             "00/猫.jpg",
             f"{tmp_path}/shard.tar!00/猫.jpg",
-            ("one", "two"),
+            ("one", "t\u2028w\x0co"),
             None,
             "00/猫",
         ),
