@@ -29,7 +29,7 @@ from benchmarks.disk import evict, peak_memory
 from benchmarks.fetch.peers import PEERS, StoredRecords, Subject, installed_version
 from benchmarks.process import call_in_process
 from benchmarks.report import Report, Say, machine
-from edje_index.captions.matching import NAME_COLUMNS, match_items
+from edje_index.captions.matching import match_items, name_table
 from edje_index.captions.reading import read_captions
 from edje_index.evaluation.report import table
 from edje_index.indexing.faiss_index import AnnIndex
@@ -43,7 +43,6 @@ from storage_formats.arrays import Floats, Ints
 from storage_formats.codecs import BF16
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.manifest import CommittedIndex, Manifest
-from storage_formats.format.rows import read_all_rows
 from storage_formats.format.tombstones import live_rows
 from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.token_store import TokenStore
@@ -84,7 +83,7 @@ def bench_end_to_end(
         opened = TokenIndex.open(index, model)
         items = read_captions(captions, images)
         items, row_of_item = match_items(
-            opened.committed.root, read_all_rows(opened.committed, NAME_COLUMNS), items
+            opened.committed.root, name_table(opened.committed), items
         ).indexed(items)
         every = [
             (text, int(row))

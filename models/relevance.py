@@ -23,7 +23,7 @@ import torch
 
 from edje_index import TokenIndex
 from edje_index.bundles.info import describe_bundle
-from edje_index.captions.matching import NAME_COLUMNS, match_items
+from edje_index.captions.matching import match_items, name_table
 from edje_index.captions.reading import read_captions
 from edje_index.models.filesystem import write_json
 from edje_index.scoring.final_score import FinalScore
@@ -36,7 +36,6 @@ from edje_index.scoring.weights import (
     TEXT_TO_IMAGE,
 )
 from edje_index.training.fit_weights import DevPools, fit_calibration, part_shares
-from storage_formats.format.rows import read_all_rows
 from storage_formats.reading.embeddings import read_embeddings
 
 POOL = 100
@@ -191,7 +190,7 @@ def dev_pools(index: TokenIndex, captions: Path, direction: str) -> DevPools:
     all photos of this file for image-to-text search.
     """
     items = read_captions(captions)
-    table = read_all_rows(index.committed, NAME_COLUMNS)
+    table = name_table(index.committed)
     matched = match_items(index.committed.root, table, items)
     items, rows = matched.indexed(items)
     texts = [caption for item in items for caption in item.captions]

@@ -19,7 +19,12 @@ from edje_index.inputs.refs import display_path
 from storage_formats.arrays import Bools, Ints
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.rows import DUPLICATE, INDEXED, read_all_rows
+from storage_formats.format.rows import (
+    DUPLICATE,
+    INDEXED,
+    read_all_rows,
+    read_index_rows,
+)
 from storage_formats.format.source_columns import caption_columns, captions_of
 
 NOT_IN_INDEX = "not-in-index"
@@ -105,6 +110,20 @@ def stored_captions(
     return items
 
 
+def name_table(index: CommittedIndex) -> pa.Table:
+    """Return the columns `NAME_COLUMNS` of all rows of an index. Deleted rows come
+    last, with the status and the reason "deleted".
+    """
+    table = read_all_rows(index, NAME_COLUMNS)
+    row_ids = index.deleted.row_ids
+    deleted = read_index_rows(index.undeleted(), row_ids, list(NAME_COLUMNS))
+    for name in ("status", "reason"):
+        at = NAME_COLUMNS.index(name)
+        column = pa.repeat(DELETED, len(deleted))
+        deleted = deleted.set_column(at, table.schema.field(at), column)
+    return pa.concat_tables([table, deleted])
+
+
 def match_items(
     root: Path,
     table: pa.Table,
@@ -120,8 +139,7 @@ def match_items(
     all these names are resolved, and the names are converted to the Unicode form NFC.
 
     Args:
-        table: the rows table, with the columns `NAME_COLUMNS`. See
-            `storage_formats.format.rows.read_all_rows`.
+        table: the rows table, see `name_table`.
         allow_none: True to return without an error even if no image is in the index.
     """
     is_indexed = pc.equal(table["status"], INDEXED)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from edje_index.bundles.info import matching_bundle
-from edje_index.captions.matching import NAME_COLUMNS, match_items, stored_captions
+from edje_index.captions.matching import match_items, name_table, stored_captions
 from edje_index.captions.reading import read_captions
 from edje_index.evaluation.pools import full_set, score_pairs, split_set, token_sources
 from edje_index.evaluation.recall import (
@@ -38,7 +38,6 @@ from storage_formats.arrays import Floats, Ints
 from storage_formats.atomic import Json
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.rows import read_all_rows
 from storage_formats.reading.embeddings import read_embeddings
 
 _CUTOFFS = (1, 5, 10)
@@ -255,7 +254,7 @@ def evaluate(
         all_items = read_captions(captions, images)
         items = all_items if split is None else read_captions(captions, images, split)
     sources = token_sources(opened, precisions)
-    table = read_all_rows(opened, NAME_COLUMNS)
+    table = name_table(opened)
     matched = match_items(opened.root, table, items)
     used_items, used_rows = matched.indexed(items)
     inputs = Inputs(

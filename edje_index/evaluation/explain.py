@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from edje_index.captions.matching import NAME_COLUMNS, match_items
+from edje_index.captions.matching import match_items, name_table
 from edje_index.captions.reading import read_captions
 from edje_index.evaluation.alignment import Alignment, alignment_scores
 from edje_index.images.clips import is_clip
@@ -219,7 +219,7 @@ def explain_index(
             compared.append(_open(against))
         items = read_captions(captions, images, split)
         matched = [
-            match_items(index.root, read_all_rows(index, NAME_COLUMNS), items).rows
+            match_items(index.root, name_table(index), items).rows
             for index in (each.committed for each in compared)
         ]
         used = np.logical_and.reduce([its_rows >= 0 for its_rows in matched])

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.captions.matching import NAME_COLUMNS, match_items
+from edje_index.captions.matching import match_items, name_table
 from edje_index.captions.reading import CaptionedImage
 from edje_index.images.decode import ImageError
 from edje_index.images.frames import LOAD, DecodeSettings, decode_input
@@ -317,7 +317,7 @@ def rows_of_all(index: CommittedIndex, items: Sequence[CaptionedImage]) -> Ints:
     """Return the row in `index` of each of the n images in `items`, int64 [n]. Raise
     UsageError if an image has no row with tokens.
     """
-    rows = match_items(index.root, read_all_rows(index, NAME_COLUMNS), items).rows
+    rows = match_items(index.root, name_table(index), items).rows
     if missing := int((rows < 0).sum()):
         raise UsageError(
             f"{index.root} lacks {missing:,} training images; build that index from all"

@@ -15,10 +15,10 @@ from pydantic import TypeAdapter, ValidationError
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import INFO_FILE, BundleInfo, read_bundle_info
 from edje_index.captions.matching import (
-    NAME_COLUMNS,
     NOT_IN_INDEX,
     MatchedRows,
     match_items,
+    name_table,
 )
 from edje_index.captions.reading import (
     CaptionedImage,
@@ -60,7 +60,6 @@ from storage_formats.change import Journal, read_journal
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.rows import read_all_rows
 from storage_formats.lock import locked
 
 BLANK_CAPTION = "blank-caption"
@@ -510,7 +509,7 @@ def match_captions(
         UsageError: an image is not in `index`, or no training or dev image has
             features.
     """
-    table = read_all_rows(index, NAME_COLUMNS)
+    table = name_table(index)
 
     def matched(
         setting: str, part: list[CaptionedImage]

@@ -9,10 +9,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from edje_index.captions.matching import NAME_COLUMNS, MatchedRows, match_items
+from edje_index.captions.matching import (
+    NAME_COLUMNS,
+    MatchedRows,
+    match_items,
+    name_table,
+)
 from edje_index.captions.reading import CaptionedImage
+from pipelines import delete_rows
 from storage_formats import UsageError
 from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import read_shard_rows, write_rows
 from tests.conftest import write_random_index
 
@@ -86,6 +93,14 @@ def test_truncated_images_are_known_also_as_duplicates(index):
     )
     assert matched.truncated.tolist() == [True, False, True, False, True]
     assert matched.missing() == {"truncated": 1}
+
+
+def test_deleted_rows_are_not_called_unknown(index):
+    delete_rows(index, rows=[0, 3])
+    wanted = items("/photos/3.jpg", "/photos/9.jpg", "/photos/5.jpg", "/photos/99.jpg")
+    matched = match_items(index, name_table(CommittedIndex.open(index)), wanted)
+    assert matched.rows.tolist() == [-1, -1, 5, -1]
+    assert matched.reasons == ("deleted", "deleted", None, "not-in-index")
 
 
 def test_nothing_in_common_is_an_error_that_shows_both_sides(index):
