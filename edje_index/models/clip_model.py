@@ -262,16 +262,10 @@ def hub_access(*, local_only: bool = False) -> Iterator[bool]:
     """
     from huggingface_hub import constants
 
-    # The offline mode of the client and the log level are settings of the process, so
-    # only one thread at a time may change them.
-    with _HUB_SETTINGS:
+    # The offline mode of the client is a setting of the process, so only one thread at
+    # a time may change it.
+    with _HUB_SETTINGS, _without_log_records():
         offline = constants.HF_HUB_OFFLINE
-        disabled = logging.root.manager.disable
-        handler = logging.NullHandler()
-        # open_clip calls `logging.info`. If the root logger has no handler, this call
-        # adds a handler that prints. The handler that is added here prevents this.
-        logging.root.addHandler(handler)
-        logging.disable(logging.CRITICAL)
         is_reachable = not (offline or local_only)
         if is_reachable and not {"https", "all"} & getproxies().keys():
             address = urlsplit(constants.ENDPOINT)
@@ -287,5 +281,30 @@ def hub_access(*, local_only: bool = False) -> Iterator[bool]:
             yield is_reachable
         finally:
             constants.HF_HUB_OFFLINE = offline
-            logging.disable(disabled)
-            logging.root.removeHandler(handler)
+
+
+@contextmanager
+def _without_log_records() -> Iterator[None]:
+    """Drop the log records of the current thread inside the `with` block."""
+    thread = threading.get_ident()
+    # open_clip calls `logging.info`, which adds a handler to a root logger without
+    # handlers. `lastResort` prints what is printed without a handler.
+    is_bare = not logging.root.handlers
+    last_resort = logging.lastResort or logging.NullHandler()
+    if is_bare:
+        logging.root.addHandler(last_resort)
+    loggers = map(logging.getLogger, [None, *logging.root.manager.loggerDict])
+    handlers = {handler for logger in loggers for handler in logger.handlers}
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    for handler in handlers:
+        handler.addFilter(is_of_others)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_of_others)
+        if is_bare:
+            logging.root.removeHandler(last_resort)

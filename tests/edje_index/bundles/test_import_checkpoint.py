@@ -136,7 +136,9 @@ def test_unreachable_hub_is_one_clear_line(
     assert constants.HF_HUB_OFFLINE is False
 
 
-def test_threads_that_take_turns_at_the_hub_leave_its_settings_as_they_were() -> None:
+def test_threads_that_take_turns_at_the_hub_leave_its_settings_as_they_were(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """A process stayed offline, and silent, once two threads had loaded models at the
     same time.
     """
@@ -148,10 +150,12 @@ def test_threads_that_take_turns_at_the_hub_leave_its_settings_as_they_were() ->
     def first() -> None:
         with hub_access(local_only=True):
             entered.set()
+            logging.warning("of this thread")
             time.sleep(0.1)
 
     def second() -> None:
         entered.wait()
+        logging.warning("of another thread")
         with hub_access(local_only=True):
             time.sleep(0.2)
 
@@ -161,3 +165,4 @@ def test_threads_that_take_turns_at_the_hub_leave_its_settings_as_they_were() ->
     for thread in threads:
         thread.join()
     assert (constants.HF_HUB_OFFLINE, logging.root.manager.disable) == before
+    assert caplog.messages == ["of another thread"]
