@@ -7,10 +7,12 @@ animation or a multi-page file, only the first frame is decoded.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import logging
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -125,9 +127,8 @@ _REASONS_OF_MESSAGES = (
 # True if `Image.fromarrow` may be used, which makes an image in memory that belongs to
 # Arrow. Pillow 12 crashes when such an image is converted to an Arrow array again.
 _SHARES_MEMORY = int(PIL.__version__.partition(".")[0]) >= 13
-# the entry in `warnings.filters` that ignores the warnings of Pillow
-_WARNINGS = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
-_this_thread = threading.local()
+# signature of an error handler of libtiff: (module, format, pointer to the arguments)
+_TiffHandler = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3)
 
 _WITH_ALPHA = frozenset({"RGBA", "LA", "PA", "RGBa", "La"})
 _ToBytes = Callable[[NDArray[Any]], NDArray[np.uint8]]
@@ -142,6 +143,22 @@ _TIFF_PHOTOMETRIC = 262
 _TIFF_SIGN = 339
 _TIFF_COMPRESSION = 259
 _TIFF_PLANES = 284
+
+
+class _ThisThread(threading.local):
+    """Settings of the current thread.
+
+    Attributes:
+        loads_truncated: True inside `loading_truncated`.
+        is_quiet: True while this package decodes an image. Pillow and libtiff then
+            report nothing in this thread.
+    """
+
+    loads_truncated = False
+    is_quiet = False
+
+
+_this_thread = _ThisThread()
 
 
 class ImageError(Exception):
@@ -196,32 +213,45 @@ def undecoded_format(head: bytes) -> str | None:
     return next((name for magic, name in _NOT_DECODED if head.startswith(magic)), None)
 
 
-def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:
+def decode_rgb(
+    source: bytes | Image.Image, max_pixels: int = DEFAULT_MAX_PIXELS
+) -> Image.Image:
     """Decode the first frame of an image file to an upright RGB image. Thread-safe.
 
     Args:
-        max_pixels: largest number of pixels. The number is checked before memory for
-            the pixels is allocated.
+        source: the bytes of the file, or a PIL image. The current frame of a PIL image
+            is converted by the same rules.
+        max_pixels: largest number of pixels of a file. The number is checked before
+            memory for the pixels is allocated.
 
     Raises:
         ImageError: the image cannot be decoded, or has too many pixels.
         MemoryError: there is too little memory.
     """
-    name = _format_to_decode(data)
+    name = "image"
+    if isinstance(source, bytes):
+        name = _format_to_decode(source)
     try:
-        image = _pillow_formats()[name][0](CountedReads(data), "")
-        check_size(image.size, max_pixels)
-        check_cost(image, data, max_pixels)
-        rgb = _decode_jpeg(image, data)
-        if rgb is None:
-            _load(image)
-            rgb = to_rgb(image)
-        turn = None
-        # Damaged metadata must not fail the image.
-        with contextlib.suppress(Exception):
-            # `getexif` reads the orientation from EXIF, or else from XMP.
-            turn = _TRANSPOSE.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-        return rgb if turn is None else rgb.transpose(turn)
+        with _in_this_thread("is_quiet"):
+            rgb = None
+            if isinstance(source, bytes):
+                image: Image.Image = _pillow_formats()[name][0](
+                    CountedReads(source), ""
+                )
+                check_size(image.size, max_pixels)
+                check_cost(image, source, max_pixels)
+                rgb = _decode_jpeg(image, source)
+            else:
+                image = source
+            if rgb is None:
+                _load(image)
+                rgb = to_rgb(image)
+            turn = None
+            # Damaged metadata must not fail the image.
+            with contextlib.suppress(Exception):
+                # `getexif` reads the orientation from EXIF, or else from XMP.
+                turn = _TRANSPOSE.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+            return rgb if turn is None else rgb.transpose(turn)
     except (ImageError, MemoryError):
         raise
     except TooExpensiveError as error:
@@ -237,7 +267,7 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
         raise ImageError(next(matching, "corrupt"), f"{name}: {message}") from error
 
 
-def _load(image: ImageFile.ImageFile) -> None:
+def _load(image: Image.Image) -> None:
     """Decode the pixels with Pillow."""
     tags: Any = getattr(image, "tag_v2", {})
     is_raw = tags.get(_TIFF_COMPRESSION) == 1 and tags.get(_TIFF_PLANES) == 2
@@ -297,10 +327,6 @@ def _format_to_decode(data: bytes) -> str:
     """
     if not data:
         raise ImageError("empty", "0 bytes")
-    # Pillow's warnings are ignored in the whole process, because
-    # `warnings.catch_warnings` around each call would not be thread-safe.
-    if not warnings.filters or warnings.filters[0] != _WARNINGS:
-        warnings.filterwarnings("ignore", module=r"PIL\.")
     name = image_format(data[:HEAD_BYTES])
     if name is None:
         if (unsupported := undecoded_format(data[:HEAD_BYTES])) is not None:
@@ -322,7 +348,9 @@ def declared_pixels(data: bytes) -> int:
     No pixels are decoded. Thread-safe.
     """
     try:
-        image = _pillow_formats()[_format_to_decode(data)][0](CountedReads(data), "")
+        with _in_this_thread("is_quiet"):
+            open_image = _pillow_formats()[_format_to_decode(data)][0]
+            image = open_image(CountedReads(data), "")
     except Exception:
         # On damaged input, decoders raise exceptions of many types.
         return 0
@@ -406,6 +434,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     # The transparent colour of a 16-bit PNG has 16-bit values, while Pillow has reduced
     # the pixels to their high bytes. The colour must be reduced, too.
     if isinstance(key, tuple) and max(key) > 255:
+        image = image.copy()
         image.info["transparency"] = tuple(value >> 8 for value in key)
     # Pillow can convert premultiplied grey (La) to LA, but not to RGBA
     if image.mode == "La":
@@ -496,11 +525,18 @@ def loading_truncated() -> Iterator[None]:
     if not isinstance(setting, _PerThread):
         setting = _PerThread(setting)
         ImageFile.LOAD_TRUNCATED_IMAGES = setting
-    _this_thread.loads_truncated = True
+    with _in_this_thread("loads_truncated"):
+        yield
+
+
+@contextlib.contextmanager
+def _in_this_thread(name: str) -> Iterator[None]:
+    """Set the attribute `name` of `_this_thread` inside the `with` block."""
+    setattr(_this_thread, name, True)
     try:
         yield
     finally:
-        _this_thread.loads_truncated = False
+        setattr(_this_thread, name, False)
 
 
 class _PerThread:
@@ -515,7 +551,38 @@ class _PerThread:
         self._otherwise = otherwise
 
     def __bool__(self) -> bool:
-        return getattr(_this_thread, "loads_truncated", False) or self._otherwise
+        return _this_thread.loads_truncated or self._otherwise
+
+
+class _Warnings:
+    """Takes the place of the module `warnings` in the modules of Pillow, and drops
+    warnings in a thread that is quiet. A filter would apply to the whole process.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(warnings, name)
+
+    def warn(self, message: Any, category: Any = None, stacklevel: int = 1) -> None:
+        if not _this_thread.is_quiet:
+            warnings.warn(message, category, stacklevel + 1)
+
+
+@functools.cache
+def _handle_tiff_errors() -> Any:
+    """Drop the errors that libtiff writes to stderr, in threads that are quiet. Return
+    the handler, which libtiff does not keep alive.
+    """
+    set_handler = ctypes.CDLL(Image.core.__file__).TIFFSetErrorHandler
+    set_handler.restype = ctypes.c_void_p
+    pass_on = _TiffHandler(set_handler(None))
+
+    @_TiffHandler
+    def handle(*error: Any) -> None:
+        if not _this_thread.is_quiet:
+            pass_on(*error)
+
+    set_handler(handle)
+    return handle
 
 
 @functools.cache
@@ -535,7 +602,12 @@ def _pillow_formats() -> dict[str, Any]:
         pi_heif.register_heif_opener(
             thumbnails=False, depth_images=False, aux_images=False, decode_threads=1
         )
-    # At the default level, Pillow would write errors to stderr.
-    logging.getLogger("PIL").setLevel(logging.CRITICAL)
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("PIL.") and getattr(module, "warnings", None) is warnings:
+            vars(module)["warnings"] = _Warnings()
+            logging.getLogger(name).addFilter(lambda _: not _this_thread.is_quiet)
+    # A Pillow without libtiff has no such function.
+    with contextlib.suppress(AttributeError, OSError):
+        _handle_tiff_errors()
     PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = _MAX_PNG_TEXT
     return {name: Image.OPEN[name] for name in _FORMATS if name in Image.OPEN}

@@ -161,9 +161,9 @@ def encode_images(
         UsageError: an image cannot be read.
     """
     import torch
-    from PIL import Image, ImageOps
+    from PIL import Image
 
-    from edje_index.images.decode import ImageError, decode_rgb, to_rgb
+    from edje_index.images.decode import ImageError, decode_rgb
     from edje_index.inputs.refs import InputRef, display_path, read_bytes
 
     pixels = []
@@ -173,23 +173,15 @@ def encode_images(
             if isinstance(image, str | Path):
                 path = os.fsencode(as_path(image, "image"))
                 image = read_bytes(InputRef(display_path(path), path))
-            if isinstance(image, bytes):
-                rgb = decode_rgb(image)
-            elif not isinstance(image, Image.Image) or not all(image.size):
+            is_pil = isinstance(image, Image.Image) and all(image.size)
+            if not is_pil and not isinstance(image, bytes):
                 raise UsageError(
                     "image must be a path, the bytes of an image file, or a PIL image"
                     f" with pixels, got {shown(image)}; convert an array of pixels with"
                     " PIL.Image.fromarray",
                     parameter="image",
                 )
-            else:
-                try:
-                    rgb = to_rgb(ImageOps.exif_transpose(image))
-                except (OSError, SyntaxError, ValueError) as error:
-                    # Pillow reads the pixels of an opened image only when they are
-                    # needed, so a damaged file raises an error here.
-                    raise ImageError(reason="corrupt", detail=str(error)) from error
-            pixels.append(encoder.preprocess(rgb))
+            pixels.append(encoder.preprocess(decode_rgb(image)))
         except ImageError as error:
             message = f"cannot read the query image{name}: {error}; give another image"
             raise UsageError(message, parameter="image") from error

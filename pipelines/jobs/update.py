@@ -385,8 +385,8 @@ def add_images(
         (1, 0, 1)
     """
     import PIL.Image
-    from PIL import ImageOps
 
+    from edje_index.images.decode import ImageError, decode_rgb
     from edje_index.inputs.refs import InputRef, rows_digest
 
     started = time.monotonic()
@@ -424,14 +424,14 @@ def add_images(
             path = Path(folder, str(number))
             try:
                 if isinstance(image, PIL.Image.Image):
-                    ImageOps.exif_transpose(image).save(path, "PNG", compress_level=1)
+                    decode_rgb(image).save(path, "PNG", compress_level=1)
                 else:
                     path.write_bytes(
                         image
                         if isinstance(image, bytes)
                         else as_path(image, "images").read_bytes()
                     )
-            except (OSError, SyntaxError, ValueError) as error:
+            except (ImageError, OSError, ValueError) as error:
                 raise UsageError(
                     f"the image of {uri} cannot be read: {error}", parameter="images"
                 ) from error

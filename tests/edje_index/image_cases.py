@@ -6,6 +6,7 @@ import io
 import struct
 import subprocess
 import sys
+import warnings
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,6 +38,11 @@ def gradient(width: int = 24, height: int = 16) -> np.ndarray:
 def pixels(data: bytes, limit: int = LIMIT) -> np.ndarray:
     image = decode_rgb(data, limit)
     assert image.mode == "RGB"
+    # a PIL image has the pixels of its file
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        opened = Image.open(io.BytesIO(data))
+    assert decode_rgb(opened).tobytes() == image.tobytes()
     return np.asarray(image)
 
 

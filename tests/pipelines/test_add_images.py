@@ -14,9 +14,10 @@ from tests.edje_index.search.indexes import build_photos, photo
 
 def test_images_are_added_and_replaced_by_name(tmp_path):
     root = build_photos(tmp_path)[0]
-    other = Image.linear_gradient("L")
-    other.save(tmp_path / "new.png")
-    append_index(root, tmp_path / "new.png", engine="inline")
+    damaged = {"exif": b"Exif\0\0garbage", "xmp": b"\xff", "lossless": True}
+    Image.linear_gradient("L").save(tmp_path / "new.webp", **damaged)
+    append_index(root, tmp_path / "new.webp", engine="inline")
+    other = Image.open(tmp_path / "new.webp")
     images = [other, photo(root, 3).read_bytes()]
     columns = [{"captions": ["a red canoe"], "rating": 5}, {}]
     added = add_images(root, images, ["one", "two"], columns)
@@ -30,6 +31,7 @@ def test_images_are_added_and_replaced_by_name(tmp_path):
     ) == (2, 0, 0, 24, 2)
     # an equal image gets a row of its own
     assert same_bits(index.store.fetch([16, 3]), index.store.fetch([24, 25]))
+    assert [hit.row_id for hit in index.search_image(other, k=2)] == [16, 24]
     assert [hit.described() for hit in index.rerank("a dog", ["one"])] == [
         "a red canoe"
     ]

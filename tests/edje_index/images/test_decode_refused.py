@@ -5,6 +5,8 @@ whatever its bytes.
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -166,3 +168,56 @@ def test_any_damage(data: st.DataObject, seed: bytes) -> None:
             st.integers(1, 255)
         )
     image_or_reason(bytes(damaged))
+
+
+QUIET = """
+import logging, sys, threading, warnings
+from io import BytesIO
+from PIL import Image
+from edje_index.images.decode import decode_rgb
+
+def outside():
+    for data in files:
+        try:
+            Image.open(BytesIO(data)).load()
+        except Exception:
+            pass
+
+files = [bytes.fromhex(line) for line in sys.stdin]
+filters = list(warnings.filters)
+for data in files:
+    try:
+        decode_rgb(data)
+    except Exception as error:
+        assert not isinstance(error, Warning)
+assert warnings.filters == filters and not logging.getLogger("PIL").level
+print("outside", file=sys.stderr, flush=True)
+outside()
+"""
+
+
+def test_damage_is_reported_by_its_exception_only() -> None:
+    """And what Pillow and libtiff report elsewhere in the process stays."""
+    lzw = bytearray(
+        encoded(Image.fromarray(gradient(64, 64)), "TIFF", compression="tiff_lzw")
+    )
+    lzw[200:260] = b"\xff" * 60
+    photo = encoded(Image.fromarray(gradient()), "TIFF")
+    tag = photo.index(struct.pack("<HHL", 277, 3, 1))
+    many = photo[:tag] + struct.pack("<HHLH", 277, 3, 1, 300) + photo[tag + 10 :]
+    two = photo[:tag] + struct.pack("<HHL", 277, 3, 2) + photo[tag + 8 :]
+    done = subprocess.run(
+        [sys.executable, "-c", QUIET],
+        input="\n".join(bytes(each).hex() for each in (lzw, many, two)),
+        text=True,
+        capture_output=True,
+        check=True,
+    )
+    quiet, reports = done.stderr.split("outside")
+    assert quiet == ""
+    for report in (
+        "Using code not yet in table",
+        "More samples per pixel",
+        "UserWarning",
+    ):
+        assert report in reports
