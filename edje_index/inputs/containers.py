@@ -8,7 +8,6 @@ the suffix of the new kind to `ArchiveSource` in `pipelines.sources.packed`, too
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import re
@@ -62,8 +61,10 @@ _DAMAGE = (
     OverflowError,
     pa.ArrowException,
 )
-# number of containers that a process keeps open
+# Number of containers that a process keeps open. `_opened` has them by their keys, the
+# latest used last.
 _MAX_OPEN = 8
+_opened: dict[Any, Archive | ParquetImages] = {}
 # held to open a container, so that two threads do not open the same one
 _OPENING = threading.Lock()
 
@@ -465,17 +466,20 @@ def read_packed(
     Raises:
         ImageError: the container has changed or is damaged, or the input is too large.
     """
+    modified = None if is_url(path) else os.stat(path).st_mtime_ns
+    # The process id is part of the key, because a forked process does not have the
+    # threads that read a file on a server for its parent.
+    key = path, container, modified, os.getpid()
+    with _OPENING:
+        _opened[key] = opened = _opened.pop(key, None) or _open(path, container)
+        if len(_opened) > _MAX_OPEN:
+            del _opened[next(iter(_opened))]
     try:
-        modified = None if is_url(path) else os.stat(path).st_mtime_ns
-        with _OPENING:
-            # The process id is part of the key, because a forked process does not have
-            # the threads that read a file on a server for its parent.
-            opened = _open(path, container, modified, os.getpid())
         data = opened.read(offset, size or 0, max_bytes)
     except OSError:
         # After an error, a connection may be broken. The next call opens the container
         # again.
-        _open.cache_clear()
+        _opened.pop(key, None)
         raise
     if size is not None and len(data) != size:
         raise ImageError(
@@ -485,14 +489,7 @@ def read_packed(
     return data
 
 
-@functools.lru_cache(_MAX_OPEN)
-def _open(
-    path: bytes,
-    container: Container,
-    _modified: int | None,
-    _process: int,
-) -> Archive | ParquetImages:
-    """Open a container. `_modified` and `_process` only distinguish cache entries."""
+def _open(path: bytes, container: Container) -> Archive | ParquetImages:
     file = open_ranged(path)
     if file.length != container.length:
         raise ImageError("changed-since-plan", f"the file has {file.length} bytes now")

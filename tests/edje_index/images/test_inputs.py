@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ import pytest
 
 from edje_index.images.decode import REASONS, ImageError
 from edje_index.inputs import refs as inputs
-from edje_index.inputs.containers import Container
+from edje_index.inputs.containers import Container, read_packed
 from edje_index.inputs.refs import InputRef, read_bytes
 
 
@@ -78,3 +79,32 @@ def test_empty_changed_or_too_large(file: Path) -> None:
     # sparse
     os.truncate(file, inputs.MAX_INPUT_BYTES + 1)
     assert reason(ref_of(file)) == "too-many-bytes"
+
+
+def test_an_error_of_one_archive_leaves_the_others_open(tmp_path, monkeypatch):
+    paths = [tmp_path / "a.tar", tmp_path / "b.tar"]
+    for path in paths:
+        path.write_bytes(b"bytes")
+
+    def read(path):
+        container = Container("tar", 5)
+        return read_packed(os.fsencode(path), container, 0, size=5, max_bytes=5)
+
+    def pread(fd, size, offset):
+        if is_broken and os.path.samestat(os.fstat(fd), paths[0].stat()):
+            raise OSError(errno.EIO, "disk")
+        return original(fd, size, offset)
+
+    is_broken = False
+    original = os.pread
+    monkeypatch.setattr(os, "pread", pread)
+    assert [read(path) for path in paths] == [b"bytes"] * 2
+    is_broken = True
+    with pytest.raises(OSError, match="disk"):
+        read(paths[0])
+    is_broken = False
+    opened = []
+    open_fd = os.open
+    monkeypatch.setattr(os, "open", lambda *a: opened.append(a[0]) or open_fd(*a))
+    assert [read(path) for path in paths] == [b"bytes"] * 2
+    assert opened == [os.fsencode(paths[0])]
