@@ -181,14 +181,16 @@ def _run(batch: Sequence[_Job]) -> list[Any]:
     each job alone. The result of a job that fails alone is its exception.
     """
     try:
-        return list(batch[0].run([job.payload for job in batch]))
-    except Exception as error:
-        return (
-            [error]
-            if len(batch) == 1
-            else [result for job in batch for result in _run([job])]
-        )
+        results = list(batch[0].run([job.payload for job in batch]))
+        if len(results) != len(batch):
+            raise ValueError(f"{len(results)} results for {len(batch)} requests")
     except BaseException as error:
-        # A panic in Rust code is not an Exception. It must not leave this function:
-        # `_run_batches` would end, and no later request would be answered.
-        return [RuntimeError(f"{type(error).__name__}: {error}") for _ in batch]
+        if isinstance(error, Exception) and len(batch) > 1:
+            return [result for job in batch for result in _run([job])]
+        if isinstance(error, StopIteration) or not isinstance(error, Exception):
+            # A future refuses a StopIteration, and a panic in Rust code is not an
+            # Exception. Either would end `_run_batches`, and no later request would be
+            # answered.
+            return [RuntimeError(f"{type(error).__name__}: {error}") for _ in batch]
+        return [error]
+    return results

@@ -8,13 +8,12 @@ import binascii
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 import numpy as np
-from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from prometheus_client import generate_latest
@@ -233,6 +232,29 @@ _PIECE_BYTES = 1 << 16
 _PAIRS_PER_IMAGE = 16
 
 
+class Threads:
+    """A fixed number of threads that run functions for requests.
+
+    A request that is cancelled stops waiting for its function, but a running function
+    cannot be stopped. Its thread counts as busy until the function returns.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._free = asyncio.Semaphore(count)
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix=name)
+
+    async def run(self, function: Callable[..., _Item], *arguments: Any) -> _Item:
+        """Call `function` on one of the threads as soon as a thread is free."""
+        # The queue of the pool would keep the arguments of a cancelled request, such as
+        # images, until a thread is free. A cancelled request leaves this queue at once.
+        await self._free.acquire()
+        running = asyncio.get_running_loop().run_in_executor(
+            self._pool, function, *arguments
+        )
+        running.add_done_callback(lambda _: self._free.release())
+        return await asyncio.shield(running)
+
+
 @dataclass
 class ServiceState:
     """The state that all routes share.
@@ -243,12 +265,13 @@ class ServiceState:
         limits: limits on the size and duration of requests.
         metrics: metrics for Prometheus.
         batcher: queue of requests for the model.
-        file_threads: limiter for the number of threads that read files.
+        files: the threads that read files.
         image_requests: limiter for the number of requests whose images are decoded or
             encoded at the same time. The limit is two, so that the model is free for
             searches most of the time.
         photos: limiter for the number of photos that are sent at the same time, because
-            a photo takes up to 64 MB of memory.
+            a photo takes up to 64 MB of memory. `files` limits the number of photos
+            that are read for requests that have been cancelled.
         decoding: the thread that decodes the images of requests, one after the other,
             because decoding an image takes up to 400 MB of memory.
     """
@@ -258,12 +281,12 @@ class ServiceState:
     limits: Limits
     metrics: Metrics
     batcher: Batcher
-    file_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(4))
-    image_requests: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(2))
-    photos: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))
-    decoding: Executor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="decoding")
+    files: Threads = field(default_factory=lambda: Threads(4, "files"))
+    image_requests: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(2)
     )
+    photos: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))
+    decoding: Threads = field(default_factory=lambda: Threads(1, "decoding"))
 
     async def opened(self, precision: str | None) -> TokenIndex:
         """Return the index, opened with the tokens of `precision`. None means the
@@ -272,18 +295,8 @@ class ServiceState:
         return (
             self.index
             if precision is None
-            else await self.in_thread(self.index.with_precision, precision)
+            else await self.files.run(self.index.with_precision, precision)
         )
-
-    async def in_thread(
-        self,
-        function: Callable[..., _Item],
-        *arguments: Any,
-    ) -> _Item:
-        """Call `function`, which reads files, on another thread. The number of
-        threads is limited.
-        """
-        return await to_thread.run_sync(function, *arguments, limiter=self.file_threads)
 
     def check_query(self, *texts: str) -> None:
         """Raise HTTPException if a text is blank or too long."""
@@ -307,8 +320,7 @@ class ServiceState:
             images: image files of one request.
             run: function that the thread of the model calls. It takes images in the
                 size that the vision tower reads, and returns one result per image.
-            pairs: number of (text, image) pairs that each call of `run` scores. It
-                counts in the cost of the call, besides the images.
+            pairs: number of (text, image) pairs that `run` scores per image.
 
         Raises:
             HTTPException: an image cannot be read, the images are too large, or the
@@ -322,7 +334,7 @@ class ServiceState:
             return encoder.preprocess.resize(decode_rgb(data, limits.image_pixels))
 
         small = []
-        pixels = await self.in_thread(
+        pixels = await self.files.run(
             lambda: [declared_pixels(data) for data in images]
         )
         if max(pixels) > limits.image_pixels or sum(pixels) > limits.request_pixels:
@@ -335,11 +347,7 @@ class ServiceState:
         async with self.image_requests:
             for data in images:
                 try:
-                    small.append(
-                        await asyncio.get_running_loop().run_in_executor(
-                            self.decoding, decode, data
-                        )
-                    )
+                    small.append(await self.decoding.run(decode, data))
                 except ImageError as error:
                     status = 413 if error.reason == "too-many-pixels" else 422
                     raise HTTPException(
@@ -351,11 +359,11 @@ class ServiceState:
             results: list[Any] = []
             for start in range(0, len(small), at_once):
                 part = small[start : start + at_once]
-                cost = (
-                    pairs + len(part) * _PAIRS_PER_IMAGE
-                ) * index.manifest.spec.block_shape[0]
+                cost = len(part) * (pairs + _PAIRS_PER_IMAGE)
                 values, timing = await self.batcher.submit(
-                    part, lambda parts: [run(part) for part in parts], cost=cost
+                    part,
+                    lambda parts: [run(part) for part in parts],
+                    cost=cost * index.manifest.spec.block_shape[0],
                 )
                 results += values
         return results, timing
@@ -483,7 +491,7 @@ async def search(state: State, body: SearchRequest) -> Json:
     # A thread for files evaluates the filter now, and the result is cached. The thread
     # of the model therefore need not read rows.
     if where is not None:
-        await state.in_thread(
+        await state.files.run(
             index.rows.passing, where, time.monotonic() + state.limits.deadline_seconds
         )
     candidates = body.pool or max(body.k, index.default_pool)
@@ -524,7 +532,7 @@ async def search(state: State, body: SearchRequest) -> Json:
     del hits[: body.skip]
     if body.columns is not None:
         row_ids = np.array([hit.row_id for hit in hits], dtype=np.int64)
-        described = await state.in_thread(index.rows.described, row_ids, body.columns)
+        described = await state.files.run(index.rows.described, row_ids, body.columns)
         hits[:] = [
             replace(hit, columns=columns)
             for hit, (_, columns) in zip(hits, described, strict=True)
@@ -656,7 +664,7 @@ async def _rerank(
     tokens = index.manifest.spec.block_shape[0]
     if rows:
         try:
-            row_ids = await state.in_thread(requested_rows, index.committed, rows)
+            row_ids = await state.files.run(requested_rows, index.committed, rows)
         except (RowIdError, UsageError) as error:
             hint = "; URLs are not fetched" if "://" in str(error) else ""
             raise HTTPException(422, f"{error}{hint}") from error
@@ -680,7 +688,7 @@ async def _rerank(
             index,
             images,
             lambda part: index.score_pairs([(query, each) for each in part]),
-            len(images),
+            pairs=1,
         )
     relevances = relevance(scores, index.model.weights(TEXT_TO_IMAGE))
     best = np.argsort(-scores, kind="stable").tolist()
@@ -768,7 +776,7 @@ async def _photo_row(
     the client already has the photo, as the header If-None-Match of the request says.
     """
     try:
-        rows = await state.in_thread(
+        rows = await state.files.run(
             read_index_rows, state.index.committed, [row_id], PHOTO_COLUMNS
         )
     except RowIdError as error:
@@ -799,7 +807,7 @@ async def thumbnail(
     row, headers = await _photo_row(state, request, row_id)
     if row is None:
         return Response(status_code=304, headers=headers)
-    result = await state.in_thread(thumbnail_of, row_id, row, side)
+    result = await state.files.run(thumbnail_of, row_id, row, side)
     if result.jpeg is None:
         raise HTTPException(404, f"row {row_id} has no thumbnail: {result.problem}")
     return Response(result.jpeg, media_type="image/jpeg", headers=headers)
@@ -820,7 +828,7 @@ async def photo(state: State, request: Request, row_id: PathRowId) -> Response:
 
     async def content() -> AsyncIterator[bytes]:
         async with state.photos:
-            data = await state.in_thread(read_photo, row)
+            data = await state.files.run(read_photo, row)
             yield b""
             for start in range(0, len(data), _PIECE_BYTES):
                 yield data[start : start + _PIECE_BYTES]

@@ -94,7 +94,7 @@ async def follow_changes(state: ServiceState) -> None:
         await asyncio.sleep(_WATCH_SECONDS)
         problem = ""
         try:
-            state.index = await state.in_thread(state.index.at_current_snapshot)
+            state.index = await state.files.run(state.index.at_current_snapshot)
         except (EdjeError, OSError, MemoryError) as error:
             problem = str(error) or type(error).__name__
         if problem and problem != before:

@@ -42,6 +42,10 @@ class Model:
             raise ValueError("unlucky")
         if 99 in numbers:
             raise BaseException("a panic")
+        if 77 in numbers:
+            return []
+        if 55 in numbers:
+            raise StopIteration
         return [2 * number for number in numbers]
 
     async def begin(self, number: int) -> asyncio.Task[int]:
@@ -82,7 +86,10 @@ def test_requests_of_one_kind_share_a_batch_within_the_budget():
     ], "a request over the budget runs alone"
 
 
-@pytest.mark.parametrize(("bad", "kind"), [(13, ValueError), (99, RuntimeError)])
+@pytest.mark.parametrize(
+    ("bad", "kind"),
+    [(13, ValueError), (99, RuntimeError), (77, ValueError), (55, RuntimeError)],
+)
 def test_an_error_reaches_its_own_request_and_the_queue_goes_on(bad, kind):
     model = Model()
     first, error, last = together(*(model.of(number) for number in (1, bad, 3)))

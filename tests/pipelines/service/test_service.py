@@ -271,14 +271,23 @@ def test_rows_and_images_are_scored_together(client, library, index):
     assert abs(expected[3] - expected[7]) > _CLOSE
 
 
-def test_every_spelling_of_an_image(http, index):
+def read_image_tokens(http) -> float:
+    text = http.get("/metrics").text
+    return float(re.search(r"^edje_image_tokens_total (\S+)$", text, re.MULTILINE)[1])
+
+
+def test_every_spelling_of_an_image(http, index, library):
     data = base64.b64encode(photo(index, 7)).decode()
     uri = f"data:image/jpeg;base64,{data}"
     documents = [uri, {"image": data}, {"image": uri}, {"text": uri}]
+    before = read_image_tokens(http)
     results = http.post(
         "/rerank", json={"query": "a dog", "documents": documents}
     ).json()["results"]
     assert len(results) == len(documents)
+    # An image costs as much as 16 pairs, and is in one pair.
+    tokens = len(documents) * 17 * library.manifest.spec.block_shape[0]
+    assert read_image_tokens(http) - before == tokens
     assert len({round(result["relevance_score"], 3) for result in results}) == 1
 
 
