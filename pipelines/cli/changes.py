@@ -682,7 +682,8 @@ def quantize(
 
     With --report, the command first measures how much each precision changes the tokens
     and the re-ranking, compared with the most accurate precision stored, and says which
-    precision to keep. The report covers the precisions of --to, else those of INDEX.
+    precision to keep, if there are at least 300 queries. The report covers the
+    precisions of --to, else those of INDEX.
 
     \b
     Examples:
@@ -700,8 +701,8 @@ def quantize(
         --address: Ray cluster to join, with --workers.
         --report: Measure how much each precision changes tokens and ranking. With DIR,
             also write the report to DIR.
-        --queries: With --report: file of queries, as text or .jsonl.  [default: the
-            captions in INDEX, or 24 built-in captions]
+        --queries: With --report: file of queries, as text or .jsonl.  [default: a
+            sample of 1,000 captions in INDEX]
         --model: With --report: directory of the model bundle.  [default: the bundle
             that built INDEX]
     """

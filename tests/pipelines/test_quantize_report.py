@@ -83,6 +83,7 @@ def test_token_errors_of_stored_and_unstored_precisions(synthetic):
         )
         assert cost.ranking == {}
     assert report.ranking_left_out == "the index was not built by a model"
+    assert report.advice is None
     page = quantization_report(report)
     assert "Re-ranking was not measured: the index was not built by a model." in page
     # without names: what the index stores
@@ -91,6 +92,8 @@ def test_token_errors_of_stored_and_unstored_precisions(synthetic):
 
 
 def test_rankings_of_an_index_with_a_model(built, tmp_path):
+    left_out = measure_precisions(built, "bf16", ["sign1"]).ranking_left_out
+    assert left_out == "advice needs queries, and the index holds no captions"
     queries = tmp_path / "queries.txt"
     queries.write_text("a dog\na cat\n")
     report = measure_precisions(built, "bf16", queries=queries, pool=12)
@@ -121,7 +124,7 @@ def test_stored_captions_are_the_queries(built, tmp_path):
     options = ["--model", built.parent / "model", "--engine", "inline"]
     run_here("build", table, "--out", tmp_path / "index", *options)
     report = measure_precisions(tmp_path / "index", "bf16", ["sign1"], pool=10)
-    assert report.query_source == "captions of the index, column caption"
+    assert report.query_source == "captions of the index"
     captions = tmp_path / "captions.jsonl"
     items = [
         {"image": str(path), "captions": [f"photo {number}"]}
