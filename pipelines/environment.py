@@ -16,8 +16,9 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
+from storage_formats.cgroups import cgroup_files
+
 _DISTRIBUTION = "edje-index"
-_CGROUP = Path("/sys/fs/cgroup")
 # device files of GPUs: NVIDIA, WSL and AMD
 _GPU_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 _PROBE = "import torch; print(torch.cuda.device_count())"
@@ -76,24 +77,32 @@ def _versions(names: Iterable[str]) -> dict[str, str]:
     return versions
 
 
-def available_memory() -> int:
+def available_memory(machine: Path = Path("/")) -> int:
     """Return the memory in bytes that is available without swapping. If the process
-    runs in a container with a memory limit, the result is at most what the limit
-    leaves.
+    runs in cgroups with memory limits, for example in a container, the result is at
+    most what the tightest limit leaves.
+
+    `machine` is the root directory from which the limits are read.
     """
     import psutil
 
     available = int(psutil.virtual_memory().available)
-    limit = _read_cgroup("memory.max")
-    used = _read_cgroup("memory.current")
-    if limit.isdigit() and used.isdigit():
-        fields = dict(line.split() for line in _read_cgroup("memory.stat").splitlines())
-        # `memory.current` includes the page cache, which the kernel frees when it needs
-        # the memory.
-        cache = sum(
-            int(fields.get(name, 0)) for name in ("inactive_file", "active_file")
-        )
-        available = min(available, max(0, int(limit) - int(used) + cache))
+    for limit, used, stat in cgroup_files(
+        machine,
+        "memory",
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
+        ("memory.max", "memory.current", "memory.stat"),
+    ):
+        if limit.isdigit() and used.isdigit():
+            fields = dict(line.split() for line in stat.splitlines())
+            # The used memory includes the page cache, which the kernel frees when it
+            # needs the memory. In version 1, only the fields with "total_" include the
+            # cgroups below.
+            cache = sum(
+                int(fields.get(f"total_{name}", fields.get(name, 0)))
+                for name in ("inactive_file", "active_file")
+            )
+            available = min(available, max(0, int(limit) - int(used) + cache))
     return available
 
 
@@ -120,10 +129,3 @@ def cuda_devices() -> int:
     )
     last_word = done.stdout.split()[-1:] if done.returncode == 0 else []
     return int(last_word[0]) if last_word and last_word[0].isdigit() else 0
-
-
-def _read_cgroup(name: str) -> str:
-    try:
-        return (_CGROUP / name).read_text().strip()
-    except OSError:
-        return ""

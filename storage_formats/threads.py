@@ -40,6 +40,7 @@ import _thread
 import functools
 import os
 import queue
+import sys
 import threading
 import weakref
 from collections import deque
@@ -47,6 +48,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
+
+from storage_formats.cgroups import cgroup_files
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -60,7 +63,6 @@ _ATTEMPTS = 10_000
 _CHUNK_BYTES = 2 << 20
 # LLVM's names of processor features: the first two are of x86, the last is of ARM
 _BFLOAT16_FEATURES = ("avx512bf16", "amx-bf16", "bf16")
-QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 
 
 class _PerThread(threading.local):
@@ -325,16 +327,18 @@ def ordered_map(
         pool.shutdown(wait=waits, cancel_futures=True)
 
 
-def usable_cpus() -> int:
-    """Return the number of CPUs that this process may use, limited by the CPU quota of
-    the container (cgroup v2).
+def usable_cpus(machine: Path = Path("/")) -> int:
+    """Return the number of CPUs that this process may use. The CPU quotas of its
+    cgroups, for example of a container, limit the number.
+
+    `machine` is the root directory from which the quotas are read.
     """
     cpus = (
         len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count() or 1
     )
-    return min(cpus, _quota(QUOTA_FILE) or cpus)
+    return min(cpus, _quota(machine))
 
 
 @functools.cache
@@ -351,16 +355,15 @@ def has_bfloat16() -> bool:
 # The result is cached, because each fetch calls this function. A later change of the
 # quota is not noticed.
 @functools.cache
-def _quota(path: Path) -> int | None:
-    """Return the number of CPUs that the `cpu.max` file at `path` allows, at least
-    1; None if there is no limit.
+def _quota(machine: Path) -> int:
+    """Return the number of CPUs that all cgroups of this process allow, at least 1;
+    a huge number if there is no limit.
     """
-    try:
-        allowed, _, period = path.read_text().strip().partition(" ")
-    except OSError:
-        return None
-    return (
-        max(1, int(allowed) // int(period))
-        if allowed.isdigit() and period.isdigit()
-        else None
-    )
+    quota = sys.maxsize
+    for texts in cgroup_files(
+        machine, "cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us"), ("cpu.max",)
+    ):
+        allowed, _, period = " ".join(texts).partition(" ")
+        if allowed.isdigit() and period.isdigit():
+            quota = min(quota, max(1, int(allowed) // int(period)))
+    return quota

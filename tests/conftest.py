@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -144,6 +144,14 @@ def write_random_index(
     expected = blocks.copy()
     expected[sorted(failed | duplicates)] = np.nan
     return expected
+
+
+def write_files(folder: Path, files: Mapping[str, object]) -> None:
+    """Write text files in `folder`, by relative path."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
 
 
 def same_bits(left: np.ndarray, right: np.ndarray) -> bool:

@@ -39,6 +39,7 @@ from storage_formats.errors import UsageError
 from storage_formats.format.json_values import read_json
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
+from tests.conftest import write_files
 from tests.pipelines.conftest import run_build, stop_after_one_shard
 
 
@@ -368,18 +369,51 @@ def test_an_estimate_agrees_with_the_build_and_writes_nothing(config, tmp_path):
     assert (estimate["workers"], estimate["finished_shards"]) == (1, 0)
 
 
-def test_a_containers_limit_bounds_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(environment, "_CGROUP", tmp_path)
-    assert 0 < environment.available_memory() <= psutil.virtual_memory().total
-    (tmp_path / "memory.max").write_text("5000000")
-    (tmp_path / "memory.current").write_text("2000000")
-    assert environment.available_memory() == 3_000_000
-    (tmp_path / "memory.stat").write_text(
-        "anon 1700000\ninactive_file 200000\nactive_file 50000\nshmem 50000\n"
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+V2 = ("memory.max", "memory.current")
+
+
+@pytest.mark.parametrize(
+    ("membership", "cgroups", "expected"),
+    [
+        ("0::/", {"": (V2, 5_000, 2_000)}, 3_000),
+        ("0::/a/b", {"": (V2, "max", 9_000), "a/b": (V2, 5_000, 6_000)}, 0),
+        ("0::/a/b", {"a": (V2, 5_000, 2_000), "a/b": (V2, 4_000, 0)}, 3_000),
+        # not mounted, as in a container
+        ("4:memory:/a/b", {"memory": (V1, 5_000, 2_000)}, 3_000),
+        (
+            "1:cpu:/\n4:memory:/a/b\n0::/",
+            {"memory": (V1, 2**63 - 4096, 0), "memory/a": (V1, 5_000, 1_000)},
+            4_000,
+        ),
+        ("4:memory:/", {"": (V2, 1, 0)}, None),
+    ],
+)
+def test_the_limits_of_all_cgroups_bound_the_memory(
+    tmp_path, membership, cgroups, expected
+):
+    mount = tmp_path / "sys/fs/cgroup"
+    write_files(tmp_path, {"proc/self/cgroup": membership})
+    for cgroup, (names, *values) in cgroups.items():
+        write_files(mount / cgroup, dict(zip(names, values, strict=True)))
+    if expected is None:
+        available = environment.available_memory(tmp_path)
+        assert 10**6 < available <= psutil.virtual_memory().total
+    else:
+        assert environment.available_memory(tmp_path) == expected
+
+
+@pytest.mark.parametrize(("names", "prefix"), [(V1, "total_"), (V2, "")])
+def test_the_cache_of_files_is_given_up_when_memory_is_short(tmp_path, names, prefix):
+    mount = tmp_path / "sys/fs/cgroup"
+    write_files(tmp_path, {"proc/self/cgroup": "0::/" if names is V2 else "4:memory:/"})
+    write_files(
+        mount if names is V2 else mount / "memory",
+        {
+            names[0]: 5_000,
+            names[1]: 2_000,
+            "memory.stat": f"inactive_file 20\nactive_file 5\nshmem 50"
+            f"\n{prefix}inactive_file 200\n{prefix}active_file 50",
+        },
     )
-    assert environment.available_memory() == 3_250_000, (
-        "the cache of files is given up when memory is short"
-    )
-    (tmp_path / "memory.stat").unlink()
-    (tmp_path / "memory.current").write_text("6000000")
-    assert environment.available_memory() == 0
+    assert environment.available_memory(tmp_path) == 3_250
