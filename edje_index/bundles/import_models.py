@@ -39,6 +39,7 @@ from edje_index.models.adapter import (
 )
 from edje_index.models.clip_config import CONFIG_FILE, ClipConfig
 from edje_index.models.clip_model import LOCAL_DIR, build_clip, load_clip
+from edje_index.models.filesystem import check_new
 from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.models.joint_inputs import load_joint_tokenizer
 from edje_index.models.safety import read_configuration
@@ -643,11 +644,3 @@ def bundle_of_towers(
         score=DirectionWeights(by_embedding, by_embedding),
     )
     return bundle.save(out)
-
-
-def check_new(out: str | Path) -> None:
-    """Raise ModelError if `out` exists."""
-    if Path(out).exists():
-        raise ModelError(
-            f"{out} exists already: give another directory, or remove {out}"
-        )

@@ -20,15 +20,25 @@ def write_json(path: Path, content: Json) -> None:
     )
 
 
+def check_new(out: str | Path) -> None:
+    """Raise ModelError if `out` exists."""
+    if Path(out).exists():
+        raise ModelError(
+            f"{out} exists already: give another directory, or remove {out}"
+        )
+
+
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Context manager that creates the folder ``out``, which must not exist.
 
     The `with` block writes to a temporary folder, which is renamed to ``out`` at the
     end of the block. If the block raises an exception, the temporary folder is removed.
+
+    Raises:
+        ModelError: ``out`` exists, or another process has created it meanwhile.
     """
-    if out.exists():
-        raise ModelError(f"{out} exists already: give another path, or remove {out}")
+    check_new(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
@@ -37,7 +47,11 @@ def new_folder(out: Path) -> Iterator[Path]:
         # permissions let all users read the new folder.
         for path in (staging, *staging.rglob("*")):
             path.chmod(0o755 if path.is_dir() else 0o644)
-        staging.rename(out)
+        try:
+            staging.rename(out)
+        except OSError:
+            check_new(out)
+            raise
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.import_models import check_new
 from edje_index.bundles.info import BundleInfo
+from edje_index.models.filesystem import check_new
 from pipelines.jobs.build import build_index
 from pipelines.progress.events import JobStopped, OnEvent, ShouldStop
 from storage_formats.errors import UsageError

@@ -30,8 +30,9 @@ from edje_index.bundles.repositories import (
     silent,
     text_files,
 )
+from edje_index.errors import ModelError
 from edje_index.models.clip_config import CONFIG_FILE
-from edje_index.models.filesystem import new_folder
+from edje_index.models.filesystem import check_new, new_folder
 from pipelines.pages import render
 from pipelines.progress.events import (
     OnEvent,
@@ -301,7 +302,6 @@ def get_model(
     """
     from edje_index.bundles.import_models import (
         bundle_of_towers,
-        check_new,
         import_checkpoint,
     )
     from edje_index.bundles.shipped_model import write_shipped_model
@@ -362,7 +362,12 @@ def find_model(model: str, say: Say = silent) -> Path:
         return path
     folder = cache_directory() / "models" / model.rpartition("//")[2].replace("/", "--")
     if not folder.exists():
-        get_model(model, folder, say=say)
+        try:
+            get_model(model, folder, say=say)
+        except ModelError:
+            # Another process may have written the bundle meanwhile.
+            if not folder.exists():
+                raise
     return folder
 
 

@@ -13,9 +13,12 @@ import pytest
 from huggingface_hub import constants
 
 from edje_index import TokenIndex
+from edje_index.bundles.info import read_bundle_info, verify_files
+from edje_index.errors import ModelError
+from edje_index.models.filesystem import new_folder
 from pipelines import build_index, quantize_index
 from pipelines.cli import main
-from pipelines.jobs.hub import MODELS
+from pipelines.jobs.hub import MODELS, find_model, get_model
 from tests.command_line import run_here
 from tests.edje_index.bundles.test_published_layouts import (
     LANGUAGE,
@@ -174,3 +177,18 @@ def test_an_imported_bundle_works_everywhere(hub: Hub, tmp_path: Path) -> None:
         "loop.batch_size=4",
     )
     assert trained["steps"] == 1
+
+
+def test_two_downloads_at_once_leave_one_whole_model(hub: Hub, tmp_path: Path) -> None:
+    """The second download runs while the first one says that it begins."""
+    found = []
+
+    def find_too(line: str) -> None:
+        found[:] = found or [find_model("edje")]
+
+    assert find_model("edje", find_too) == found[0]
+    out = tmp_path / "model"
+    with pytest.raises(ModelError, match="model exists already"), new_folder(out):
+        get_model("edje", out)
+    verify_files(read_bundle_info(out))
+    assert not [*tmp_path.glob(".model*")]
