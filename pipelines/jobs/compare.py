@@ -33,7 +33,6 @@ from pipelines.progress.wording import counted
 from pipelines.sources import (
     Listing,
     hashed,
-    temporary_database,
     without_nested,
 )
 from pipelines.sources.base import STANDARD_INPUT
@@ -238,6 +237,7 @@ def _digest(content_hash: str | None) -> bytes | None:
 
 
 def compare_sources(
+    database: sqlite3.Connection,
     index: CommittedIndex,
     group: SourceGroup | None,
     max_vanished: float,
@@ -256,10 +256,12 @@ def compare_sources(
     server cannot be read, its row is kept. If this row is a duplicate, its original is
     then kept, too.
 
-    Rows and inputs are compared in a temporary database on disk, so that the memory use
-    does not grow with their number.
+    Rows and inputs are compared in a database on disk, so that the memory use does not
+    grow with their number.
 
     Args:
+        database: an empty `temporary_database`. The result reads its `refs` from the
+            database.
         group: all sources of the index; None uses the sources that the index records.
         max_vanished: largest allowed share, 0 to 1, of the rows whose input no longer
             exists or cannot be read.
@@ -296,7 +298,6 @@ def compare_sources(
             for source in replace(settings, **asdict(group)).open_sources()
         ]
         sources = without_nested(opened)
-    database = temporary_database()
     for statement in _SCHEMA.split(";"):
         database.execute(statement)
     columns = {column.name: column for column in index.manifest.columns}

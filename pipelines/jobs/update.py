@@ -57,7 +57,7 @@ from pipelines.progress.events import (
     never,
 )
 from pipelines.progress.wording import counted
-from pipelines.sources import Listing, hash_and_mark_duplicates
+from pipelines.sources import Listing, hash_and_mark_duplicates, temporary_database
 from pipelines.sources.base import absolute_spec
 from storage_formats.arguments import as_list, as_path, as_text
 from storage_formats.atomic import Json
@@ -237,7 +237,10 @@ def update_index(
     plan = None
     changed = 0
     request = {"retry_failed": retry_failed}
-    with begin(index, "update", request, dry_run=dry_run) as change:
+    with (
+        temporary_database() as database,
+        begin(index, "update", request, dry_run=dry_run) as change,
+    ):
         manifest = change.index.manifest
         if group is not None and column is None:
             # If the index records one of the sources, use the path column recorded with
@@ -246,6 +249,7 @@ def update_index(
                 if {*each.sources} & {*group.sources}:
                     group = replace(group, column=each.column)
         changes = compare_sources(
+            database,
             change.index,
             group,
             max_vanished,

@@ -172,7 +172,7 @@ def hash_and_mark_duplicates(refs: Iterable[InputRef]) -> Iterator[InputRef]:
     An input that cannot be read gets a `problem`. The hashes are kept in a temporary
     database on disk, to bound memory.
     """
-    with contextlib.closing(temporary_database()) as database:
+    with temporary_database() as database:
         database.execute("CREATE TABLE first(hash BLOB PRIMARY KEY, row) WITHOUT ROWID")
         for row, ref in enumerate(hashed(refs)):
             if ref.content_hash is not None:
@@ -188,21 +188,24 @@ def hash_and_mark_duplicates(refs: Iterable[InputRef]) -> Iterator[InputRef]:
             yield ref
 
 
-def temporary_database() -> sqlite3.Connection:
-    """Return an empty database in a temporary file. The file is removed when the
-    connection is closed.
+@contextlib.contextmanager
+def temporary_database() -> Iterator[sqlite3.Connection]:
+    """Context manager that gives an empty database in a temporary file. At the end, the
+    connection is closed and the file is removed.
 
     The database takes at most about 64 MiB of memory, half of it for sorting. The
     environment variable TMPDIR names the directory of the file.
     """
     # For SQLite, an empty name means a temporary file.
-    database = sqlite3.connect("", isolation_level=None, check_same_thread=False)
-    database.execute("PRAGMA cache_size = -32768")
-    database.execute("PRAGMA journal_mode = OFF")
-    # All statements are in one transaction. Otherwise, each would be written to the
-    # file separately.
-    database.execute("BEGIN")
-    return database
+    with contextlib.closing(
+        sqlite3.connect("", isolation_level=None, check_same_thread=False)
+    ) as database:
+        database.execute("PRAGMA cache_size = -32768")
+        database.execute("PRAGMA journal_mode = OFF")
+        # All statements are in one transaction. Otherwise, each would be written to the
+        # file separately.
+        database.execute("BEGIN")
+        yield database
 
 
 def hashed(refs: Iterable[InputRef]) -> Iterator[InputRef]:
