@@ -297,8 +297,8 @@ class PairChunk:
 
     Attributes:
         pairs: number of positive pairs, b.
-        negatives: number of negative images per pair, k. It is also the number of
-            negative texts per pair.
+        negative_images: index of each negative image, like the indices of `InputRows`,
+            int64 [b, k].
         rows: input rows of the joint encoder. Their order in ``rows.starts`` is:
             positive pairs, pairs with negative images, pairs with negative texts,
             positive pairs with masked captions (only with masked language modelling),
@@ -313,7 +313,7 @@ class PairChunk:
     """
 
     pairs: int
-    negatives: int
+    negative_images: Tensor
     rows: InputRows
     masked: tuple[Tensor, Tensor] | None
     embeddings: Tensor | None
@@ -328,6 +328,7 @@ class JointBatch:
         patches: patch features of the images of the positive pairs [b, n, d_v]. With
             online features, `patches` are the decoded images until
             `BatchSource.with_features` replaces them by their features.
+        unreadable: which of these images could not be read, bool [b].
         chunks: the pairs, in chunks of at most ``run.chunk_pairs``.
         teacher_tokens: the teacher's stored tokens of the images of the positive pairs;
             None if there is no teacher, or if the teacher's adapter computes the tokens
@@ -335,6 +336,7 @@ class JointBatch:
     """
 
     patches: Tensor
+    unreadable: Tensor
     chunks: tuple[PairChunk, ...]
     teacher_tokens: Tensor | None
 
@@ -397,6 +399,7 @@ class BatchSource:
         over all epochs.
 
         A pair whose image cannot be read is replaced by another pair of the same part.
+        The image may still be a negative of the batch, which the loss leaves out.
 
         Raises:
             EdjeError: no image of the part can be read.
@@ -483,13 +486,21 @@ class BatchSource:
                 masked = masked_targets(
                     [own_texts[member] for member in members], masked_of_chunk, starts
                 )
-            return PairChunk(len(pairs), count, rows, masked, embeddings, teacher)
+            negative_images = torch.from_numpy(other_images[members])
+            return PairChunk(
+                len(pairs), negative_images, rows, masked, embeddings, teacher
+            )
 
         # Pairs with captions of similar length share a chunk, so that its rows have
         # little padding.
         order = np.argsort([len(text) for text in own_texts], kind="stable")
         chunks = np.array_split(order, math.ceil(len(order) / self.chunk_pairs))
-        return JointBatch(patches, tuple(map(chunk, chunks)), teacher_tokens)
+        return JointBatch(
+            patches,
+            torch.from_numpy(~is_readable),
+            tuple(map(chunk, chunks)),
+            teacher_tokens,
+        )
 
     def negatives(self, images: Ints, captions: Ints) -> tuple[Ints, Ints]:
         """Mine hard negatives for the b pairs in this worker's part of a batch. All

@@ -32,6 +32,9 @@ from edje_index.training.start import trained_part
 Losses = dict[str, Tensor]
 TOTAL = "loss"
 FIRST_TEMPERATURE = 0.07
+# Logit of a pair whose image could not be read. Its probability is 0, and so are its
+# losses and gradients.
+_NEVER = -1e4
 
 
 def itm_loss(
@@ -242,6 +245,7 @@ class JointObjective(nn.Module):
             teacher_tokens = None
             if (teacher := self._teacher[0]) is not None:
                 teacher_tokens = self._gather(teacher.tokens(batch))
+            unreadable = self._gather(batch.unreadable.float()) > 0
         # The joint encoder reads `leaf`, a copy of the tokens in full precision. All
         # chunks add their gradients to those of `leaf`, and the backward pass of the
         # adapter starts from the sum.
@@ -252,7 +256,7 @@ class JointObjective(nn.Module):
         sums: Any = Counter()
         for chunk in batch.chunks:
             with autocast(dtype, device):
-                losses = self.losses(chunk, leaf, teacher_tokens)
+                losses = self.losses(chunk, leaf, unreadable, teacher_tokens)
             # The losses of a chunk are means over its pairs, or over its masked tokens.
             # Weighted by the share of the chunk in the batch, they sum up to the means
             # of the batch.
@@ -275,24 +279,31 @@ class JointObjective(nn.Module):
         self,
         chunk: PairChunk,
         tokens: Tensor,
+        unreadable: Tensor,
         teacher_tokens: Tensor | None = None,
     ) -> Losses:
         """Return each loss of a chunk by name, without its weight, and ``accuracy``.
 
-        `tokens` [images, m, d] are the tokens of the images of all workers, and
+        `tokens` [images, m, d] are the tokens of the images of all workers,
+        `unreadable` [images] says which of these images could not be read, and
         `teacher_tokens` are the teacher's tokens of the same images.
         """
         hidden = hidden_states(self.joint, chunk.rows, tokens)
         cls = hidden.index_select(0, chunk.rows.starts)
-        negatives = chunk.pairs * chunk.negatives
-        sizes = [chunk.pairs, negatives, negatives]
-        scored = chunk.pairs + 2 * negatives
-        logits = self.joint.classification_head(cls[:scored, None])[:, 0].float()
-        parts = torch.split(logits, sizes)
-        positive = parts[0]
-        images = parts[1].view(chunk.pairs, chunk.negatives)
-        texts = parts[2].view(chunk.pairs, chunk.negatives)
-        losses = {"itm": itm_loss(positive, images, texts)}
+        negatives = chunk.negative_images
+        scored = chunk.pairs + 2 * negatives.numel()
+        left_out = unreadable[negatives]
+
+        def groups(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            """Split logits into positive pairs [b], and pairs with negative images and
+            with negative texts, [b, k] each.
+            """
+            images, texts = logits[chunk.pairs :].view(2, *negatives.shape)
+            return logits[: chunk.pairs], images.masked_fill(left_out, _NEVER), texts
+
+        parts = groups(self.joint.classification_head(cls[:scored, None])[:, 0].float())
+        positive, images, texts = parts
+        losses = {"itm": itm_loss(*parts)}
         if chunk.masked is not None:
             positions, targets = chunk.masked
             masked = hidden.index_select(0, positions)
@@ -306,9 +317,7 @@ class JointObjective(nn.Module):
             assert chunk.teacher is not None
             assert teacher_tokens is not None
             taught = teacher.logits(chunk.teacher, teacher_tokens)
-            losses["distillation"] = distillation_loss(
-                parts, torch.split(taught, sizes)
-            )
+            losses["distillation"] = distillation_loss(parts, groups(taught))
         best = torch.cat([images, texts], dim=1).amax(dim=1)
         losses["accuracy"] = (positive > best).float().mean()
         return losses

@@ -29,6 +29,7 @@ from edje_index.training.features import (
     unreadable_by_reason,
 )
 from edje_index.training.loop import open_start
+from edje_index.training.step import JointObjective, Teacher
 from edje_index.training.workers import WorkerGroup
 from storage_formats.errors import EdjeError
 from storage_formats.format.manifest import CommittedIndex
@@ -206,6 +207,36 @@ def test_a_pair_without_its_image_is_replaced_by_another_pair(photos):
     aligned = source.alignment(np.ones(1000, dtype=bool))(0)
     assert len(aligned.patches) == IMAGES - 2
     assert aligned.shares.shape[1] == (IMAGES - 2) * source.config.alignment.captions
+
+
+def test_an_unreadable_image_is_no_negative(photos):
+    """What stands in its place has no effect on a loss or a gradient."""
+    source = replace(photos.source(), teacher_tokens=4)
+    images, _ = Sampler(source.data, 8, 0).pairs(0)
+    whole = source.with_features(source.joint(0))
+    photos.path(int(source.data.rows[images[0]])).unlink()
+    batch = source.with_features(source.joint(0))
+    [chunk] = batch.chunks
+    assert 0 in chunk.negative_images
+    bundle = ModelBundle.load(photos.case.bundle)
+    bundle.adapter.requires_grad_(True)
+    teacher = Teacher(
+        ModelBundle.load(photos.case.bundle).joint,
+        build_adapter(bundle.adapter.config),
+        torch.device("cpu"),
+    )
+    objective = JointObjective(
+        bundle.adapter, bundle.joint, source.config.objective, None, teacher
+    ).eval()
+
+    def step(patches):
+        objective.zero_grad()
+        losses = objective.backward(replace(batch, patches=patches))
+        return losses, [p.grad for p in objective.parameters() if p.grad is not None]
+
+    assert not torch.equal(batch.patches[0], whole.patches[0])
+    for left, right in zip(step(batch.patches), step(whole.patches), strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=0)
 
 
 def test_a_batch_without_any_image_says_what_to_do(photos):

@@ -207,7 +207,7 @@ def test_losses_and_gradients_are_those_of_the_pairs_scored_one_by_one(
     recovered = []
     for chunk in batch.chunks:
         b = chunk.pairs
-        k = chunk.negatives
+        k = chunk.negative_images.shape[1]
         rows = list(hidden_rows(joint, chunk.rows, tokens))
         assert len(rows) == b * (1 + 2 * k) + 2 * b
         logits = torch.stack(
