@@ -249,8 +249,8 @@ class TrainingInputs(Settings):
 
 
 class RunSettings(Settings):
-    """Settings of output, hardware and checkpoints. They change the trained weights
-    only by rounding errors.
+    """Settings of output, hardware and checkpoints. Except `workers`, they change the
+    trained weights only by rounding errors.
     """
 
     out: SettingPath
@@ -259,7 +259,8 @@ class RunSettings(Settings):
     """Run folder for checkpoints, features and the log. None uses OUT.run."""
     workers: PositiveInt = 1
     """Number of worker processes. Two or more workers run on Ray, unless torchrun
-    started them.
+    started them. Each worker draws its own random numbers, so the number is part of the
+    fingerprint of the run, and a run resumes only with the same number.
     """
     address: str | None = None
     """Address of a Ray cluster, HOST:PORT. Every node must see the run folder. None
@@ -306,7 +307,7 @@ class RunSettings(Settings):
 
 class TrainConfig(Settings):
     """All settings of a training run that affect the trained weights, except its
-    inputs.
+    inputs and the number of workers.
     """
 
     architecture: ArchitectureConfig = ArchitectureConfig()

@@ -381,7 +381,7 @@ def _run_phase(
         first = resumed.step
     module = module.to(device).train()
     optimizer = make_optimizer(module, optimization)
-    epochs_before = 0
+    epochs_before = None
     if previous is not None:
         epochs_before = int(previous.epochs)
         continue_optimizer(optimizer, previous.optimizer)
@@ -494,7 +494,7 @@ def _run_phase(
                         key: tensor.detach().cpu()
                         for key, tensor in module.state_dict().items()
                     }
-                    epochs = round(epochs_before + done / steps_per_epoch, 6)
+                    epochs = round((epochs_before or 0) + done / steps_per_epoch, 6)
                     saved = TrainState(
                         task.run,
                         stage,
@@ -600,7 +600,7 @@ def learning_rate(
     total_steps: int,
     steps_per_epoch: int,
     config: OptimizerConfig,
-    epochs_before: int = 0,
+    epochs_before: int | None = None,
 ) -> float:
     """Return the learning rate of optimiser step `step`, counted from 0.
 
@@ -614,21 +614,17 @@ def learning_rate(
       step.
 
     If `config.min_lr` is higher than `config.lr`, both decays use `config.lr` instead
-    of `config.min_lr`. A run that continues another run has no warm-up, unless
-    `epochs_before` is 0.
+    of `config.min_lr`. A run that continues another run has no warm-up. For other runs,
+    `epochs_before` is None.
     """
-    epoch = epochs_before + step // steps_per_epoch
+    warmup = config.warmup_steps if epochs_before is None else 0
     # As in the published code, warm-up with the decay "epoch" ends after the first
     # epoch at the latest.
-    if step < config.warmup_steps and (
-        epoch == 0 or (config.decay == "cosine" and not epochs_before)
-    ):
-        return (
-            config.warmup_lr
-            + (config.lr - config.warmup_lr) * step / config.warmup_steps
-        )
+    if step < warmup and (step < steps_per_epoch or config.decay == "cosine"):
+        return config.warmup_lr + (config.lr - config.warmup_lr) * step / warmup
     floor = min(config.min_lr, config.lr)
     if config.decay == "epoch":
+        epoch = (epochs_before or 0) + step // steps_per_epoch
         return max(floor, config.lr * config.decay_rate**epoch)
-    done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    done = (step - warmup) / max(1, total_steps - warmup)
     return floor + (config.lr - floor) * (1 + math.cos(math.pi * min(1.0, done))) / 2

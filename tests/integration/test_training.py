@@ -207,11 +207,14 @@ def test_other_settings_in_the_same_folder_are_named(case):
         "optimizer.lr=5e-4",
         "--set",
         "loop.seed=3",
+        "--set",
+        "run.workers=2",
         expect=2,
     )["error"]
     for words in (
         "optimizer.lr was 0.001, is 0.0005",
         "loop.seed was 0, is 3",
+        "run.workers was 1, is 2",
         "inputs.features was None",
         "run.dir",
     ):

@@ -340,9 +340,10 @@ def training_record(
     """Return a record of everything that determines the trained weights: the settings
     by ``group.key``, in which a digest replaces each input file.
     """
-    # The groups `fitting` and `run` do not change the trained weights. The settings of
-    # `fitting` are applied to the last checkpoint.
-    groups = settings.model_dump(mode="json", exclude={"fitting", "run"})
+    # The settings of `fitting` are applied to the last checkpoint. Of the group `run`,
+    # only the number of workers changes the trained weights.
+    groups = settings.model_dump(mode="json", exclude={"fitting"})
+    groups["run"] = {"workers": settings.run.workers}
     inputs = settings.inputs
     recorded = groups["inputs"]
     recorded["captions"] = [_file_digest(path) for path in inputs.captions]

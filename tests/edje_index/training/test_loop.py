@@ -272,7 +272,7 @@ def published_rates(
 
 
 @pytest.mark.parametrize(
-    ("config", "first"), [(PRETRAINING, 0), (FINETUNING, 0), (FINETUNING, 5)]
+    ("config", "first"), [(PRETRAINING, None), (FINETUNING, None), (FINETUNING, 5)]
 )
 @pytest.mark.parametrize(
     ("epochs", "steps_per_epoch"), [(60, 130), (12, 500), (8, 100), (9, 40)]
@@ -281,22 +281,35 @@ def test_every_step_has_the_published_rate(config, first, epochs, steps_per_epoc
     """Also if the warm-up is longer than the first epoch, down to the minimum, and
     when a checkpoint goes on.
     """
-    total = (epochs - first) * steps_per_epoch
+    total = (epochs - (first or 0)) * steps_per_epoch
     rates = [
         learning_rate(step, total, float(steps_per_epoch), config, first)
         for step in range(total)
     ]
     assert rates == pytest.approx(
-        published_rates(config, first, epochs, steps_per_epoch), rel=1e-12
+        published_rates(config, first or 0, epochs, steps_per_epoch), rel=1e-12
     )
 
 
-def test_fine_tuning_goes_on_with_adam_and_the_epochs_as_published(case, tmp_path):
+@pytest.mark.parametrize("decay", ["epoch", "cosine"])
+def test_a_continued_run_has_no_warm_up(decay):
+    config = PRETRAINING.model_copy(update={"decay": decay})
+    for epochs in (0, 2):
+        rates = [learning_rate(step, 300, 1000, config, epochs) for step in range(300)]
+        first = config.lr * (config.decay_rate**epochs if decay == "epoch" else 1)
+        assert rates[0] == pytest.approx(first, rel=1e-12)
+        assert rates == sorted(rates, reverse=True)
+
+
+@pytest.mark.parametrize(("steps", "epochs", "rate"), [(6, 1, 9e-4), (3, 0.5, 1e-3)])
+def test_fine_tuning_goes_on_with_adam_and_the_epochs_as_published(
+    case, tmp_path, steps, epochs, rate
+):
     """The first step, written out: torch's own AdamW with the state of the
     checkpoint, at the next epoch's rate.
     """
-    # 6 steps, which are one epoch
-    first = case.task(tmp_path / "first", architecture__dropout=0.0)
+    # 6 steps are one epoch.
+    first = case.task(tmp_path / "first", loop__steps=steps, architecture__dropout=0.0)
     run_worker(first, WorkerGroup(), never)
     (tmp_path / "second").mkdir()
     finish_model(first, None, lambda *report: None)[0].save(
@@ -309,22 +322,24 @@ def test_fine_tuning_goes_on_with_adam_and_the_epochs_as_published(case, tmp_pat
     }
     task = case.task(tmp_path / "second", architecture__dropout=0.0, **changes)
     run_worker(
-        replace(task, continued=(tmp_path / "first", "run", 6)), WorkerGroup(), never
+        replace(task, continued=(tmp_path / "first", "run", steps)),
+        WorkerGroup(),
+        never,
     )
     start, source = open_start(task, WorkerGroup(), torch.device("cpu"))
     make_trainable(start, task.config.architecture, torch.device("cpu"))
     module = JointObjective(start.adapter, start.joint, first.config.objective).train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.0, weight_decay=0.05)
     saved = Checkpoints(tmp_path / "first", "run").latest()
-    assert saved.epochs == 1
-    groups = [{**group, "lr": 1e-3 * 0.9} for group in saved.optimizer["param_groups"]]
+    assert saved.epochs == epochs
+    groups = [{**group, "lr": rate} for group in saved.optimizer["param_groups"]]
     optimizer.load_state_dict(
         {"state": saved.optimizer["state"], "param_groups": groups}
     )
     module.backward(source.joint(0))
     optimizer.step()
     state = Checkpoints(tmp_path / "second", "run").latest()
-    assert state.epochs == pytest.approx(1 + 1 / 6, abs=1e-5)
+    assert state.epochs == pytest.approx(int(epochs) + 1 / 6, abs=1e-5)
     for name, parameter in module.state_dict().items():
         torch.testing.assert_close(
             state.weights[name], parameter, atol=1e-6, rtol=1e-5, msg=name
