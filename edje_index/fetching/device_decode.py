@@ -162,9 +162,8 @@ def _canonical(blocks: torch.Tensor) -> torch.Tensor:
 # to bfloat16.
 _DECODERS: dict[str, Callable[[Codec, torch.Tensor], torch.Tensor]] = {
     "bf16": lambda _, records: _words(records).view(torch.bfloat16),
-    "fp16": lambda _, records: _words(records).view(torch.float16).float(),
     "int8": _decode_int8,
     "gauss2": _decode_signs,
     "sign1": _decode_signs,
-    **dict.fromkeys(("fp8", "mxfp8", "mxfp4", "nvfp4"), _decode_groups),
+    **dict.fromkeys(("fp8", "mxfp4", "nvfp4"), _decode_groups),
 }

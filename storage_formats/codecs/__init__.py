@@ -18,6 +18,7 @@ __all__ = [
     "Blocks",
     "Codec",
     "Records",
+    "check_names",
     "codec",
     "fill_record",
     "finest",
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 DEFAULT_BLOCK_SHAPE = (64, 384)
+_REMOVED = ("fp16", "mxfp8")
 
 
 def precisions() -> tuple[str, ...]:
@@ -33,7 +35,7 @@ def precisions() -> tuple[str, ...]:
     Examples:
         >>> from storage_formats import precisions
         >>> precisions()
-        ('bf16', 'fp16', 'int8', 'fp8', 'mxfp8', 'nvfp4', 'mxfp4', 'gauss2', 'sign1')
+        ('bf16', 'int8', 'fp8', 'nvfp4', 'mxfp4', 'gauss2', 'sign1')
     """
     return tuple(CODECS)
 
@@ -58,7 +60,7 @@ def codec(
         name: one of `precisions()`.
         block_shape: (m, d), tokens per block and values per token.
         offset: offset block, float32 [m, d], which encoding subtracts and decoding
-            adds. None for no offset. bf16 and fp16 ignore the offset.
+            adds. None for no offset. bf16 ignores the offset.
 
     Returns:
         A `storage_formats.codecs.base.Codec`. Its method `encode` takes
@@ -81,12 +83,23 @@ def codec(
         >>> fp8.decode(records).shape
         (2, 64, 384)
     """
-    try:
-        return CODECS[name](block_shape, offset)
-    except KeyError:
+    check_names([name])
+    if name not in CODECS:
         raise UsageError(
             f"unknown precision '{name}'; choose one of: {', '.join(CODECS)}"
-        ) from None
+        )
+    return CODECS[name](block_shape, offset)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise UsageError if a later version removed one of the precisions `names`."""
+    for name in names:
+        if name in _REMOVED:
+            raise UsageError(
+                f"the precision '{name}' was removed; edje-index 0.1.0 is the last"
+                " version that reads it: convert the index to bf16 or fp8 with that"
+                " version, and drop the precision"
+            )
 
 
 def fill_record(codec: Codec) -> Records:

@@ -85,61 +85,6 @@ class BF16Codec(Codec):
             copies[index] = memory[offset : offset + self.record_bytes]
 
 
-class FP16Codec(Codec):
-    """IEEE 754 binary16 values, without a scale.
-
-    A record contains m x d binary16 values of two bytes, little endian, tokens in
-    order.
-
-    - Magnitudes from 2 ** -14 to 65,504 are stored exactly.
-    - Smaller magnitudes are rounded to a multiple of 2 ** -24, ties to even.
-    - Larger finite magnitudes are stored as 65,504.
-    - NaN and infinity are stored as the NaN 0x7E00.
-
-    Decoding rounds each value to the nearest bfloat16, ties to even.
-    """
-
-    name = "fp16"
-    token_range = (2.0**-14, 65504.0)
-    logical_dtype = "float16"
-    has_offset = False
-    zarr_dtype = "uint16"
-    fill_value = 0x7E00
-
-    def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
-        blocks = np.arange(*span)
-        moves = (blocks * self.record_bytes, blocks)
-        words = records.view(np.uint16)
-        _kernels().translate(
-            bits.view(np.uint8),
-            moves,
-            _fp16_tables()[0],
-            words,
-            self.values,
-            (0, len(blocks)),
-        )
-
-    def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
-        _kernels().translate(memory, moves, _fp16_tables()[1], bits, self.values, span)
-
-
-@functools.cache
-def _fp16_tables() -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
-    """Return the binary16 bits of each bfloat16 and the bfloat16 bits of each
-    binary16, uint16 [65536] each.
-    """
-    words = np.arange(0x10000, dtype=np.uint16)
-    numbers = words.view(BF16).astype(np.float32)
-    encoded = np.clip(numbers, -65504, 65504).astype(np.float16).view(np.uint16)
-    # the conversion of a signalling NaN would give a warning
-    with np.errstate(invalid="ignore"):
-        decoded = words.view(np.float16).astype(np.float32).astype(BF16)
-    return (
-        np.where(np.isfinite(numbers), encoded, np.uint16(FP16Codec.fill_value)),
-        np.where(np.isnan(decoded), np.uint16(CANONICAL_NAN), decoded.view(np.uint16)),
-    )
-
-
 class Int8Codec(Codec):
     """Eight-bit integers with one scale per token.
 
@@ -230,8 +175,6 @@ class GroupScaledCodec(Codec):
             encode = _kernels().encode_e4m3
             # the scales are powers of two, so multiplying by the inverse is exact
             scales = np.float32(1) / scales
-            if self.group == self.block_shape[1]:
-                encode = _kernels().encode_e4m3_tokens
         encode(bits, self._scale_table(), scales, records, self._geometry, span)
 
     def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
@@ -305,32 +248,6 @@ class FP8Codec(GroupScaledCodec):
         # the fraction is 0.5, the quotient is the power of two 2 ** (exponent - 1).
         fraction, exponent = np.frexp(largest.astype(np.float64) / E4M3.largest)
         return e8m0_codes(largest, exponent - (fraction == 0.5))
-
-
-class MXFP8Codec(GroupScaledCodec):
-    """MXFP8 with E4M3 elements (OCP Microscaling Formats (MX) Specification 1.0, 2023).
-
-    A record contains, for m tokens of width d, where d is a multiple of 32:
-
-    - m x d E4M3 codes of one byte (see `fp8`), tokens in order
-    - m x d / 32 E8M0 scales of one byte, one per group of 32 consecutive values of a
-      token
-
-    A decoded value is code x scale. The scale of a group is the largest power of two
-    that does not exceed 1/256 of the largest magnitude of the group (section 6.3).
-    Magnitudes above 448 x scale are stored as 448 x scale.
-    """
-
-    name = "mxfp8"
-    logical_dtype = "mxfp8_e4m3"
-    width_multiple = 32
-    element = E4M3
-    scale_values = e8m0_values()
-
-    @staticmethod
-    def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
-        # floor(log2(largest)) minus 8, the exponent of the largest E4M3 number
-        return e8m0_codes(largest, np.frexp(largest)[1] - 1 - 8)
 
 
 class MXFP4Codec(GroupScaledCodec):
@@ -529,10 +446,8 @@ CODECS = {
     codec_class.name: codec_class
     for codec_class in (
         BF16Codec,
-        FP16Codec,
         Int8Codec,
         FP8Codec,
-        MXFP8Codec,
         NVFP4Codec,
         MXFP4Codec,
         Gauss2Codec,

@@ -169,41 +169,9 @@ def _spread(
 
 
 @inlined
-def _scale_exponents(
-    records: U8, scales_at: Index, group: Index, exponents: U16
-) -> bool:
-    """Write the scale exponent of each value to `exponents`, shifted to the exponent
-    bits of a bfloat16. Return True if a product of a code and a scale may exceed the
-    bfloat16 range.
-    """
-    extreme = False
-    for index in range(np.uint64(len(exponents)) // group):
-        exponent = np.uint16(np.uint16(records[scales_at + index]) - E4M3_BIAS)
-        extreme |= bool(exponent >= EXTREME_EXPONENT)
-        for i in range(group):
-            exponents[index * group + i] = np.uint16(exponent << BF16_FRACTION_BITS)
-    return extreme
-
-
-@inlined
-def _has_subnormal_codes(bits: U16, first: Index, exponents: U16) -> bool:
-    """Return True if a value needs a subnormal E4M3 code. `exponents` contains the
-    scale exponent of each value, see `_scale_exponents`.
-    """
-    # A value needs a normal code if its magnitude minus its exponent is 0x80 to 0x7FF.
-    # A smaller difference wraps to a large unsigned number when 0x80 is subtracted.
-    highest = NO_BITS
-    for i in range(np.uint64(len(exponents))):
-        magnitude = np.uint16(bits[first + i] & MAGNITUDE_BITS)
-        above = np.uint16(np.uint16(magnitude - exponents[i]) - np.uint16(0x80))
-        highest = max(highest, above if magnitude else NO_BITS)
-    return bool(highest > np.uint16(0x7FF - 0x80))
-
-
-@inlined
 def _shifted(number: np.uint16, exponent: np.uint16) -> Any:
-    """Return the E4M3 code of the bfloat16 `number` divided by the scale with the
-    exponent `exponent`, see `_scale_exponents`. The code must be zero or normal.
+    """Return the E4M3 code of the bfloat16 `number` divided by a scale, whose exponent
+    is in the exponent bits of `exponent`. The code must be zero or normal.
     """
     magnitude = np.uint16(number & MAGNITUDE_BITS)
     field = np.uint16(magnitude - exponent) if magnitude else NO_BITS
@@ -278,7 +246,7 @@ def encode_e4m3(
     geometry: Geometry,
     span: Span,
 ) -> None:
-    """Encode bfloat16 values to E4M3 codes and E8M0 scales.
+    """Encode bfloat16 values to E4M3 codes and E8M0 scales, one per token.
 
     Args:
         bits: bits of the bfloat16 values.
@@ -288,41 +256,6 @@ def encode_e4m3(
         geometry: (values per block, values per token, values per scale).
         span: (start, stop), half-open range of blocks to encode.
     """
-    values, width, group = geometry
-    exponents = np.empty(width, dtype=np.uint16)
-    factors = np.empty(width, dtype=np.float32)
-    start, stop = span
-    for block in range(start, stop):
-        codes_at = block * (values + values // group)
-        scales_at = codes_at + values
-        for first in range(block * values, (block + ONE) * values, width):
-            has_nan = _choose_scales(
-                bits, first, width, group, scale_codes, records, scales_at
-            )
-            extreme = _scale_exponents(records, scales_at, group, exponents)
-            if extreme or _has_subnormal_codes(bits, first, exponents):
-                _spread(records, scales_at, group, inverse_scales, factors)
-                for i in range(width):
-                    records[codes_at + i] = _rounded_e4m3(bits[first + i], factors[i])
-            else:
-                for i in range(width):
-                    records[codes_at + i] = _shifted(bits[first + i], exponents[i])
-            if has_nan:
-                _fill_nan_groups(records, codes_at, scales_at, width // group, group)
-            codes_at += width
-            scales_at += width // group
-
-
-@kernel(*_GROUP_ENCODER)
-def encode_e4m3_tokens(
-    bits: U16,
-    scale_codes: U8,
-    inverse_scales: F32,
-    records: U8,
-    geometry: Geometry,
-    span: Span,
-) -> None:
-    """Encode like `encode_e4m3`, but faster. Each group must be a whole token."""
     values, width, group = geometry
     start, stop = span
     for block in range(start, stop):
@@ -415,29 +348,6 @@ def _read_long(records: U8, at: Index) -> Any:
     """Return the four bytes at `at` as an integer."""
     high = np.uint32(_read_word(records, at + TWO))
     return np.uint32(_read_word(records, at) | np.uint32(high << np.uint32(16)))
-
-
-@kernel(
-    input_array(types.uint8),
-    _MOVES,
-    input_array(types.uint16),
-    output_array(types.uint16),
-    types.uint64,
-    _SPAN,
-)
-def translate(
-    records: U8, moves: Moves, table: U16, out: U16, values: Index, span: Span
-) -> None:
-    """Write `table[w]` to `out` for each 16-bit word w of the records. `table` has
-    65,536 entries.
-    """
-    offsets, blocks = moves
-    start, stop = span
-    for move in range(start, stop):
-        source = np.uint64(offsets[move])
-        target = np.uint64(blocks[move]) * values
-        for i in range(values):
-            out[target + i] = table[_read_word(records, source + (i << ONE))]
 
 
 @inlined

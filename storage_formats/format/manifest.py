@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 
 from storage_formats.arguments import as_count, as_path
 from storage_formats.atomic import Json, write_json_atomic
-from storage_formats.codecs import codec
+from storage_formats.codecs import check_names, codec
 from storage_formats.errors import (
     CorruptIndexError,
     IncompleteIndexError,
@@ -668,6 +668,7 @@ def _manifest(members: _Members) -> Manifest:
             f" ({members.next_shard}) or precisions is out of range"
         )
     names = tuple(precision.name for precision in members.precisions)
+    check_names(names)
     offset = None
     if members.offset is not None:
         with_offset = read_json(tuple[str, ...], members.offset["precisions"])

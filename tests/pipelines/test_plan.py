@@ -308,7 +308,7 @@ def test_cuda_without_a_device_is_refused(config, monkeypatch):
         run_build(config(device="cuda"))
 
 
-@pytest.mark.parametrize("precision", ["fp3", "mxfp8"])
+@pytest.mark.parametrize("precision", ["fp3", "mxfp4"])
 def test_a_precision_that_is_unknown_or_does_not_fit_is_refused_and_leaves_nothing(
     config, precision
 ):

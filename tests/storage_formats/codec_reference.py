@@ -12,7 +12,6 @@ from storage_formats.codecs.base import BF16, Blocks, Codec, Records
 from storage_formats.codecs.formats import (
     LARGEST_INPUT,
     NAN_SCALE,
-    FP16Codec,
     Gauss2Codec,
     GroupScaledCodec,
     Int8Codec,
@@ -27,7 +26,7 @@ def every_code(name: str) -> tuple[Records, tuple[int, int]]:
     """
     words = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
     codes = np.arange(256, dtype=np.uint8)
-    if name in ("fp16", "bf16"):
+    if name == "bf16":
         return words.reshape(64, -1), (4, 256)
     if name == "gauss2":
         # 64 scales per block of 64 tokens of 16 values
@@ -64,14 +63,6 @@ def encode(codec: Codec, blocks: Blocks) -> Records:
             return _encode_sign1(codec, numbers)
         case Gauss2Codec():
             return _encode_gauss2(codec, numbers)
-        case FP16Codec():
-            finite = np.clip(
-                np.where(np.isfinite(numbers), numbers, np.nan), -65504, 65504
-            ).astype(np.float16)
-            words = np.where(
-                np.isnan(finite), np.uint16(0x7E00), finite.view(np.uint16)
-            )
-            return words.view(np.uint8).reshape(-1, codec.record_bytes)
     raise NotImplementedError(codec.name)
 
 
@@ -109,8 +100,6 @@ def decode(
                     levels[pairs.reshape(-1, *codec.block_shape)]
                     * _from_bf16_bytes(scales)[..., None]
                 )
-            case FP16Codec():
-                numbers = records.view(np.float16).astype(np.float32)
             case _:
                 raise NotImplementedError(codec.name)
         blocks = numbers.reshape(-1, *codec.block_shape)

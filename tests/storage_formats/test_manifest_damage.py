@@ -11,7 +11,13 @@ import operator
 
 import pytest
 
-from storage_formats import CorruptIndexError, Manifest, verify_index
+from storage_formats import (
+    CorruptIndexError,
+    Manifest,
+    TokenStore,
+    UsageError,
+    verify_index,
+)
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import IndexSpec
 from tests.conftest import write_random_index
@@ -120,3 +126,12 @@ def test_counts_that_do_not_add_up_name_the_file(tmp_path):
         CorruptIndexError, match=r"index\.json is damaged: .* = 6, not 5; restore"
     ):
         Manifest.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["fp16", "mxfp8"])
+def test_a_precision_that_was_removed_is_named(tmp_path, name):
+    write_random_index(tmp_path, SPEC)
+    stored = [{"name": "bf16"}, {"name": name}]
+    change(tmp_path, precisions=[{**each, "record_bytes": 128} for each in stored])
+    with pytest.raises(UsageError, match=rf"'{name}' was removed; edje-index 0\.1\.0"):
+        TokenStore.open(tmp_path)
