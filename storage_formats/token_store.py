@@ -164,17 +164,15 @@ class TokenStore:
         """Translate row ids from before a compaction to current row ids, int64 [k].
 
         A compaction copies the rows that are not deleted to new shards, where they get
-        new row ids. The result is -1 for a row that a compaction removed. The result is
-        also -1 for a row id that this index does not contain, for example if the row
-        belongs to an earlier part of a split index. Row ids from after the last
-        compaction do not change.
+        new row ids. The result is -1 for a row that a compaction removed, and for any
+        number that is not a row id of this index, for example if the row belongs to
+        another part of a split index. Row ids from after the last compaction do not
+        change.
 
         Args:
             row_ids: [k], row ids of this snapshot or of an earlier snapshot.
 
         Raises:
-            RowIdError: a row id is negative, or lies beyond all shards that the index
-                has ever had.
             UsageError: `row_ids` is not a flat sequence of integers.
             CorruptIndexError: a row map of the index is damaged.
 

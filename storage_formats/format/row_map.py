@@ -19,7 +19,7 @@ from storage_formats.format.shard_table import (
     committed_content,
     write_named_file,
 )
-from storage_formats.format.tombstones import RowIds, check_row_ids, rows_in_use
+from storage_formats.format.tombstones import RowIds, as_indices, rows_in_use
 
 ROW_MAP_SCHEMA = pa.schema(
     [
@@ -47,15 +47,10 @@ def translate_row_ids(index: CommittedIndex, row_ids: RowIds) -> Ints:
     """Return the current row id of each of `row_ids`, int64 [k], or -1 if the index has
     no such row. See `storage_formats.TokenStore.translate`.
     """
-    spec = index.spec
-    # `row_ids` may be beyond the last current row, because the last rows of an earlier
-    # snapshot may have been removed. Shards from `next_shard` on were never used, so
-    # their row ids are refused.
-    shards = max(spec.shards, index.manifest.snapshot.next_shard)
-    ids = check_row_ids(row_ids, shards * spec.shard_size)
+    ids = as_indices(row_ids, "row_ids").astype(np.int64)
     for row_map in index.manifest.row_maps:
         ids = _translate(index, row_map, ids)
-    return np.where(rows_in_use(ids, spec), ids, -1)
+    return np.where((ids >= 0) & rows_in_use(ids, index.spec), ids, -1)
 
 
 def check_row_map(index: CommittedIndex, row_map: RowMap) -> None:
