@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from edje_index.bundles.info import matching_bundle, read_bundle_offset
 from edje_index.errors import ModelError
 from edje_index.indexing.faiss_build import AnnRequest
+from pipelines.jobs.ann import new_ann
 from pipelines.jobs.changing import Edit, apply
 from pipelines.jobs.plan import holds_clips, settings_of
 from pipelines.progress.events import (
@@ -27,6 +28,7 @@ from pipelines.progress.events import (
     stop_at_events,
 )
 from storage_formats.arrays import Ints
+from storage_formats.atomic import write_json_atomic
 from storage_formats.change import (
     IndexChange,
     begin_change,
@@ -34,13 +36,13 @@ from storage_formats.change import (
     write_array_shapes,
 )
 from storage_formats.codecs import Blocks
-from storage_formats.errors import CorruptIndexError, EdjeError
+from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.filter_tables import write_filter_table
 from storage_formats.format.layout import ROWS_FILE
-from storage_formats.format.manifest import CommittedIndex, Manifest
+from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
 from storage_formats.format.offset import Offset, write_offset
 from storage_formats.format.rows import INDEXED, iter_stored_rows
 from storage_formats.format.shard_table import FileEntry
@@ -184,11 +186,8 @@ def repair_index(
             refusals += encoder.problems(tokens - repair.settled)
             settled |= repair.settled
         repaired += _restore_filter_tables(change, damaged)
-        ann = [file.path for file in opened.manifest.ann_files if file.path in damaged]
-        if ann and not any(path.startswith("embeddings/") for path in damaged):
-            request = AnnRequest.like(opened.manifest.ann)
-            apply(change, Edit(opened.spec, ann=request), on_event, never)
-            repaired += [RepairedFile(path, "the embeddings") for path in ann]
+        if not any(path.startswith("embeddings/") for path in damaged):
+            repaired += _restore_ann(change, damaged, on_event)
     settled |= {file.path for file in repaired}
     left = [each for each in problems if each.path not in settled]
     return RepairResult(tuple(repaired), (*left, *refusals))
@@ -216,6 +215,38 @@ def _restore_filter_tables(
                     change.layout, spec, segment, files, columns
                 ):
                     yield RepairedFile(entry.path, "the rows")
+
+
+def _restore_ann(
+    change: IndexChange, damaged: set[str], on_event: OnEvent
+) -> list[RepairedFile]:
+    """Build the nearest-neighbour index of each snapshot with a damaged FAISS file
+    again. Return the repaired files.
+    """
+    index = change.index
+    try:
+        manifests = kept_snapshots(index)
+    except (CorruptIndexError, UsageError):
+        manifests = [index.manifest]
+    paths = set[str]()
+    # The current snapshot comes last. Its commit removes the damaged files.
+    for manifest in manifests:
+        lost = damaged.intersection(file.path for file in manifest.ann_files)
+        if not lost:
+            continue
+        paths |= lost
+        request = AnnRequest.like(manifest.ann)
+        if manifest is index.manifest:
+            apply(change, Edit(index.spec, ann=request), on_event, never)
+            continue
+        # Abandoning the change removes the damaged files at the end.
+        change.abandon()
+        ann = new_ann(index.root, manifest.spec, request, on_event, replace_file=False)
+        write_json_atomic(
+            change.layout.snapshot(manifest.snapshot.number),
+            replace(manifest, ann=ann).to_json(),
+        )
+    return [RepairedFile(path, "the embeddings") for path in sorted(paths)]
 
 
 def _restore_offset(

@@ -11,8 +11,12 @@ import numpy as np
 import pytest
 
 from edje_index import add_ann
+from edje_index.indexing.faiss_index import AnnIndex
 from pipelines import delete_rows, quantize_index, repair_index
+from pipelines.jobs.copy import compact_index
+from pipelines.jobs.snapshots import roll_back
 from storage_formats import IndexSpec, verify_index
+from storage_formats.format.manifest import CommittedIndex
 from tests.conftest import write_random_index
 
 SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(2, 32), embed_dim=4)
@@ -107,6 +111,21 @@ def test_an_earlier_snapshot_is_repaired_too(index):
     harm(index / "tokens/fp8/c.1.0", "noise")
     repair_index(index)
     assert verify_index(index) == []
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_the_neighbours_of_an_earlier_snapshot_are_found_again(index, is_shared):
+    delete_rows(index, rows=[12])
+    if not is_shared:
+        compact_index(index)
+    harm(index / "ann/index.faiss", "flipped")
+    result = repair_index(index)
+    assert [file.path for file in result.repaired] == ["ann/index.faiss"]
+    assert result.left == ()
+    assert verify_index(index) == []
+    assert not (index / "ann/index.faiss").exists()
+    assert len(AnnIndex(CommittedIndex.open(index, 0))) == 19
+    roll_back(index, 0)
 
 
 def test_a_repair_removes_what_a_killed_repair_left(index):
