@@ -91,7 +91,7 @@ def stored_captions(
     columns = index.manifest.columns
     captioned = caption_columns(columns)
     splits = [SPLIT_KEY] if SPLIT_KEY in {column.name for column in columns} else []
-    table = read_all_rows(index, ("uri", "status", *captioned, *splits))
+    table = read_all_rows(index, ("row_id", "uri", "status", *captioned, *splits))
     items = []
     for row in table.to_pylist():
         captions = captions_of({name: row[name] for name in captioned})
@@ -100,7 +100,11 @@ def stored_captions(
         if split is not None and row.get(SPLIT_KEY) != split:
             continue
         uri = row["uri"]
-        items.append(CaptionedImage(uri, uri, tuple(captions), row.get(SPLIT_KEY), uri))
+        items.append(
+            CaptionedImage(
+                uri, uri, tuple(captions), row.get(SPLIT_KEY), uri, row["row_id"]
+            )
+        )
     if not items:
         which = "" if split is None else f" of the split '{split}'"
         raise UsageError(
@@ -133,10 +137,11 @@ def match_items(
 ) -> MatchedRows:
     """Find the rows of `items` by the names of the images.
 
-    A duplicate gets the row of its original. If two rows share a name, the first
-    indexed row wins. If a name is not in the index, it is compared with the names in
-    the index once more. For this second comparison, symbolic links in the folders of
-    all these names are resolved, and the names are converted to the Unicode form NFC.
+    An item with a row id gets this row. A duplicate gets the row of its original. If
+    two rows share a name, the first indexed row wins. If a name is not in the index, it
+    is compared with the names in the index once more. For this second comparison,
+    symbolic links in the folders of all these names are resolved, and the names are
+    converted to the Unicode form NFC.
 
     Args:
         table: the rows table, see `name_table`.
@@ -149,6 +154,9 @@ def match_items(
     keys = _keys(table)
     names = [os.fsencode(item.path) for item in items]
     positions = _positions(keys, names)
+    row_ids = pa.array([item.row_id for item in items], pa.int64())
+    own_positions = pc.index_in(row_ids, value_set=table["row_id"]).cast(pa.int64())
+    positions = np.array(pc.coalesce(own_positions, pa.array(positions)))
     if len(unmatched := np.flatnonzero(positions < 0)):
         real_folder = functools.lru_cache(maxsize=1 << 14)(os.path.realpath)
 

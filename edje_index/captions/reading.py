@@ -106,6 +106,8 @@ class CaptionedImage:
             split.
         image_id: identifier of the image in the caption file; equal to `image` if the
             file has no identifiers.
+        row_id: row of the index that holds the captions; None if they are from a
+            caption file.
     """
 
     image: str
@@ -114,6 +116,7 @@ class CaptionedImage:
     captions: tuple[str, ...]
     split: str | None
     image_id: str
+    row_id: int | None = None
 
 
 def read_captions(

@@ -367,10 +367,10 @@ def _measure(
             row_ids, results, neighbours, strict=True
         ):
             least = exact[-1] - _ROUNDING
-            count = np.count_nonzero(similarities[rows != row_id] >= least)
-            # One of the similarities in `exact` is that of the query to itself, which
-            # does not count as a neighbour.
-            shares.append(min(1.0, count / max(1, len(exact) - 1)))
+            # One row of both results is the query itself, which does not count. A
+            # single row has no neighbours that a search could miss.
+            others = np.count_nonzero(similarities[rows != row_id] >= least)
+            shares.append(min(1.0, others / (len(exact) - 1)) if len(exact) > 1 else 1)
         recall = float(np.mean(shares))
         if recall >= target or (probes >= lists and len(levels) == 1):
             break

@@ -14,13 +14,14 @@ from edje_index.captions.matching import (
     MatchedRows,
     match_items,
     name_table,
+    stored_captions,
 )
 from edje_index.captions.reading import CaptionedImage
 from pipelines import delete_rows
-from storage_formats import UsageError
+from storage_formats import IndexWriter, UsageError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.rows import read_shard_rows, write_rows
+from storage_formats.format.rows import read_all_rows, read_shard_rows, write_rows
 from tests.conftest import write_random_index
 
 SPEC = IndexSpec(rows=11, shard_size=4, block_shape=(2, 8), embed_dim=4)
@@ -139,3 +140,21 @@ def test_folders_may_be_links(index, tmp_path):
     assert match(
         index, items(f"{tmp_path}/link/a.jpg", f"{tmp_path}/real/b.jpg")
     ).rows.tolist() == [7, 8]
+
+
+def test_captions_of_the_index_belong_to_their_rows_whatever_their_names(tmp_path):
+    rng = np.random.default_rng(0)
+    columns = {"uri": ["b", "a", "a"], "captions": [["0"], ["1"], ["2"]]}
+    with IndexWriter.create(
+        tmp_path / "index", block_shape=(2, 8), embed_dim=4
+    ) as writer:
+        writer.append(
+            rng.standard_normal((3, 2, 8), np.float32),
+            rng.standard_normal((3, 4), np.float32),
+            columns,
+        )
+    index = CommittedIndex.open(tmp_path / "index")
+    table = read_all_rows(index, NAME_COLUMNS)
+    stored = stored_captions(index)
+    assert match_items(index.root, table, stored).rows.tolist() == [0, 1, 2]
+    assert match_items(index.root, table, items("a", "b")).rows.tolist() == [1, 0]

@@ -53,6 +53,14 @@ def test_the_kind_follows_from_rows_width_and_memory(rows, width, memory, factor
     assert AnnKind.parse(factory, width) == kind
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_few_rows_reach_the_recall_and_need_no_advice(tmp_path, rows):
+    write_random_index(tmp_path / "index", IndexSpec(rows, 4, (1, 2), 16))
+    manifest = add_ann(tmp_path / "index", AnnRequest("IVF1,Flat"))
+    assert manifest.ann["recall"]["value"] == 1
+    assert rebuild_reasons(manifest) == []
+
+
 def test_rows_that_do_not_fit_into_memory_are_refused(root):
     for factory in ("auto", "Flat", "IVF10,Flat"):
         with pytest.raises(
