@@ -379,7 +379,8 @@ def history(index: IndexLocation) -> None:
 
     INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
 
-    Every change of a finished index makes a new snapshot. INDEX keeps at most 64
+    Every change of the rows makes a new snapshot. 'quantize' and 'ann build' change the
+    current snapshot, so a rollback does not undo them. INDEX keeps at most 64
     snapshots. A change that would exceed this number removes the oldest, so that 32
     are left. 'edje-index gc' removes more.
 
@@ -694,7 +695,8 @@ def quantize(
 
     Options:
         --to: Precision to add; repeatable.
-        --drop: Precision to remove; repeatable.
+        --drop: Precision to remove; repeatable. A rollback cannot restore its tokens,
+            unless an earlier snapshot has them.
         --from: Precision to convert from.  [default: the most accurate precision
             stored]
         --workers: Number of Ray workers.  [default: convert in this process]

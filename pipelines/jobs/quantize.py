@@ -12,7 +12,7 @@ from pipelines.jobs.changing import Edit, ShardWork, apply, begin
 from pipelines.jobs.resources import check_free_disk
 from pipelines.progress.events import OnEvent, ShouldStop, ignore, never
 from pipelines.progress.wording import counted
-from storage_formats.arguments import as_list
+from storage_formats.arguments import as_list, optional_count
 from storage_formats.codecs import codec, precisions
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
@@ -81,7 +81,8 @@ def quantize_index(
     Args:
         index: directory of the index. The index can be read during the conversion.
         to: precisions to add. Precisions that the index already stores are skipped.
-        drop: precisions to remove, after all precisions in `to` have been added.
+        drop: precisions to remove, after all precisions in `to` have been added. A
+            rollback cannot restore their tokens, unless an earlier snapshot has them.
         source: precision to convert from. None selects the highest-fidelity precision
             stored. With None, a precision in `to` must not have a higher fidelity than
             the stored tokens.
@@ -107,6 +108,7 @@ def quantize_index(
     started = time.monotonic()
     to = as_list(to, "to", "precisions")
     drop = as_list(drop, "drop", "precisions")
+    workers = optional_count(workers, "workers")
     request = {"to": sorted(to), "drop": sorted(drop), "source": source}
     with begin(index, "quantize", request) as change:
         before = change.index.spec.precisions
