@@ -6,31 +6,57 @@ argument and the value.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import reprlib
 from collections.abc import Callable, Mapping, Set
-from numbers import Integral
-from operator import attrgetter
+from numbers import Real
+from operator import attrgetter, index
 from pathlib import Path
 from typing import Any
 
 from storage_formats.errors import UsageError
 
 
-def as_count(value: object, name: str, least: int = 1) -> int:
-    """Return `value` as an int. Raise UsageError unless `value` is an integer of at
-    least `least`. NumPy integers are accepted, booleans are not.
+def as_count(value: Any, name: str, least: int = 1, most: float = math.inf) -> int:
+    """Return `value` as an int. Raise UsageError unless `value` is an integer from
+    `least` to `most`. Integers of NumPy are accepted, booleans are not.
+    """
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            number = index(value)
+            if least <= number <= most:
+                return number
+    limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+    raise UsageError(
+        f"{name} must be an integer {limits}, got {shown(value)}", parameter=name
+    )
+
+
+def as_number(
+    value: object, name: str, least: float = 0.0, most: float = math.inf
+) -> float:
+    """Return `value` as a float. Raise UsageError unless `value` is a number from
+    `least` to `most`. Numbers of NumPy are accepted, booleans and NaN are not.
     """
     if (
-        not isinstance(value, bool)
-        and isinstance(value, Integral)
-        and int(value) >= least
+        isinstance(value, Real)
+        and not isinstance(value, bool)
+        and least <= value <= most
     ):
-        return int(value)
+        return float(value)
     raise UsageError(
-        f"{name} must be an integer of at least {least}, got {shown(value)}",
+        f"{name} must be a number from {least:g} to {most:g}, got {shown(value)}",
         parameter=name,
     )
+
+
+def optional_count(value: object, name: str, most: float = math.inf) -> int | None:
+    """Return None if `value` is None. Otherwise return `value` as an int, and raise
+    UsageError unless it is an integer from 1 to `most`.
+    """
+    return None if value is None else as_count(value, name, most=most)
 
 
 def as_text(value: object, name: str) -> str:

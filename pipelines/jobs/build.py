@@ -77,8 +77,8 @@ class BuildResult:
         duplicates: number of inputs that are byte-identical to an earlier input or to a
             row of the index. In a build, duplicates get rows without tokens. In an
             append or an update, they get no rows.
-        failed: number of inputs that could not be encoded. They get rows without
-            tokens.
+        failed: number of inputs that could not be encoded. They have rows without
+            tokens. In an update, this includes the inputs that failed before.
         failed_by_reason: number of failed inputs by reason.
         rows: number of new rows.
         shards: number of new shards.
@@ -98,8 +98,8 @@ class BuildResult:
         ignored: number of entries in the sources that are not inputs, by suffix or
             reason; None if an earlier run had finished the build.
         already_finished: True if an earlier run had finished the build.
-        unchanged: number of inputs of an update whose row was kept. This includes
-            failed inputs that are not tried again.
+        unchanged: number of inputs of an update whose row was kept, except failed
+            inputs.
         edited: number of unchanged inputs of an update whose columns changed in the
             sources.
         stay_deleted: number of inputs of an update that get no row, because their row
@@ -309,6 +309,7 @@ def build_index(
             f"{out} is also one of the sources; choose another output directory",
             parameter="out",
         )
+    execution = Execution(engine, workers, address, memory, max_failed)
     info = read_bundle_info(local_path(model))
     requested: Json = {
         "sources": specs,
@@ -351,7 +352,6 @@ def build_index(
         )
         if plan is not None:
             refuse_differences(out, plan.model, plan.settings, info, settings)
-        execution = Execution(engine, workers, address, memory, max_failed)
         execution = choose_workers(settings, info, execution)
         offset = read_bundle_offset(info)
         failed: dict[str, int] = {}

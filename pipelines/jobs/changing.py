@@ -163,6 +163,7 @@ class Edit:
         edits: lines to add to the edits of the index, see `Edits`.
         restored: hashes of deleted inputs that the next update may index again.
         settings: settings after the change; None keeps the settings.
+        model: description of the model bundle after the change; None keeps it.
         offset: offset block to write. An index needs it if a new precision is stored
             with an offset.
         ann: request for a nearest-neighbour index, which replaces the present one.
@@ -180,6 +181,7 @@ class Edit:
     edits: pa.Table = field(default_factory=EDIT_SCHEMA.empty_table)
     restored: Collection[str] = ()
     settings: Json | None = None
+    model: Json | None = None
     offset: Offset | None = None
     ann: AnnRequest | None = None
     earlier: Manifest | None = None
@@ -211,7 +213,8 @@ class Edit:
         changes_rows = bool(len(self.edits) or self.restored or len(self.deleted))
         adds_snapshot = changes_segments or changes_rows or bool(self.earlier)
         keeps_shape = self.spec == before.spec and self.settings is None
-        if keeps_shape and not adds_snapshot and not self.ann:
+        keeps_model = self.model in (None, before.model)
+        if keeps_shape and keeps_model and not adds_snapshot and not self.ann:
             # The edit changes nothing.
             return before
         if self.earlier is None:
@@ -522,6 +525,7 @@ def edited(
         spec=spec,
         counts=add_counts(counts, total_counts(added)),
         settings={**settings, **processors(settings, receipts)},
+        model=before.model if edit.model is None else edit.model,
         ann=ann,
         encoded_from={
             name: origins[name] for name in spec.precisions if name in origins

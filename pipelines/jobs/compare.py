@@ -82,7 +82,8 @@ class SourceChanges:
             input has the same content.
         ignored: number of entries in the sources that are not inputs, by suffix or
             reason.
-        unchanged: number of rows that are kept.
+        unchanged: number of rows that are kept and have not failed.
+        failed: number of failed rows that are kept, by reason.
         replaced: number of rows to delete that have tokens. A row is not counted if the
             new content of its input equals that of a kept row: a search then finds the
             kept row.
@@ -107,6 +108,7 @@ class SourceChanges:
     duplicates: int
     ignored: dict[str, int]
     unchanged: int = 0
+    failed: Mapping[str, int] = field(default_factory=dict)
     replaced: int = 0
     changed: Sequence[int] = ()
     retried: Mapping[int, int] = field(default_factory=dict)
@@ -484,8 +486,12 @@ def compare_sources(
     refs = StoredRefs(database, count)
     vanished = row_ids(f"state = {_FREE}")
     gone = f"state IN ({_FREE}, {_REPLACED})"
-    kept = f"state = {_KEPT}"
-    ((unchanged,),) = database.execute(f"SELECT COUNT(*) FROM rows WHERE {kept}")
+    reasons = database.execute(
+        "SELECT failed_for, COUNT(*) FROM rows"
+        f" WHERE state = {_KEPT} GROUP BY failed_for"
+    )
+    failed = dict(reasons.fetchall())
+    unchanged = failed.pop(None, 0)
     own = {display_path(source.path) for source in sources}
     # If all rows may vanish, the sources may be empty. Otherwise, rows of an empty
     # source are not deleted, and neither are rows of an archive that lies beside
@@ -512,6 +518,7 @@ def compare_sources(
         repeated,
         listing.ignored,
         unchanged=unchanged,
+        failed=failed,
         replaced=len(row_ids(f"{gone} AND {_HAS_TOKENS}")) - held_tokens,
         stay_deleted=stay_deleted,
         values=_new_values(as_given, database),

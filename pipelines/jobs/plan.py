@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from edje_index.bundles.info import BundleInfo
 from edje_index.models import MAX_FRAMES
+from storage_formats.arguments import optional_count
 from storage_formats.atomic import Json, fsync_paths
 from storage_formats.change import Change
 from storage_formats.codecs import codec
@@ -123,17 +124,11 @@ class BuildSettings:
 
         for name in precisions:
             codec(name)
-        if batch_size is not None and batch_size < 1:
-            raise UsageError(
-                f"a batch of {batch_size} images is not possible; give 1 or more",
-                parameter="batch_size",
-            )
-        if frames is not None and not 1 <= frames <= MAX_FRAMES:
-            raise UsageError(
-                f"{frames} frames per clip are not allowed; give a number from 1 to"
-                f" {MAX_FRAMES}",
-                parameter="frames",
-            )
+        batch_size = optional_count(batch_size, "batch_size")
+        threads = optional_count(threads, "threads")
+        shard_size = optional_count(shard_size, "shard_size")
+        max_pixels = optional_count(max_pixels, "max_pixels")
+        frames = optional_count(frames, "frames", MAX_FRAMES)
         if device == "auto":
             from pipelines.engines.ray_engine import best_device
 

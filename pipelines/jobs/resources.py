@@ -12,6 +12,7 @@ from edje_index.indexing.ann_kind import AnnKind
 from pipelines.environment import available_memory, cuda_devices, free_disk
 from pipelines.jobs.plan import SHARDS_PER_GPU, BuildSettings
 from pipelines.progress.wording import counted, human_bytes
+from storage_formats.arguments import as_number, optional_count
 from storage_formats.codecs import codec
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
@@ -67,6 +68,9 @@ def usable_memory(limit: int | None) -> int:
 class Execution:
     """How new rows are encoded: the arguments of `pipelines.build_index` that do not
     affect the stored tokens.
+
+    Raises:
+        UsageError: a number is out of range.
     """
 
     engine: str
@@ -74,6 +78,12 @@ class Execution:
     address: str | None = None
     memory: int | None = None
     max_failed: float | None = None
+
+    def __post_init__(self) -> None:
+        optional_count(self.workers, "workers")
+        optional_count(self.memory, "memory")
+        if self.max_failed is not None:
+            as_number(self.max_failed, "max_failed", most=1)
 
 
 def choose_workers(

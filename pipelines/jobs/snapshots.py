@@ -22,7 +22,7 @@ from pipelines.progress.events import (
     ignore,
     never,
 )
-from storage_formats.arguments import as_list
+from storage_formats.arguments import as_list, optional_count
 from storage_formats.atomic import Json
 from storage_formats.change import Removal, collect_garbage, unfinished_journal
 from storage_formats.errors import RowIdError, UsageError
@@ -306,11 +306,7 @@ def remove_snapshots(
     Raises:
         UsageError: there is no index at `index`, or `keep` is less than 1.
     """
-    if keep is not None and keep < 1:
-        raise UsageError(
-            f"keep must be at least 1, got {keep}; the current snapshot is always kept",
-            parameter="keep",
-        )
+    keep = optional_count(keep, "keep")
     return collect_garbage(index, keep, notify=notifier(on_event))
 
 

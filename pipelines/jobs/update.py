@@ -59,7 +59,7 @@ from pipelines.progress.events import (
 from pipelines.progress.wording import counted
 from pipelines.sources import Listing, hash_and_mark_duplicates, temporary_database
 from pipelines.sources.base import absolute_spec
-from storage_formats.arguments import as_list, as_path, as_text
+from storage_formats.arguments import as_list, as_number, as_path, as_text
 from storage_formats.atomic import Json
 from storage_formats.change import IndexChange
 from storage_formats.errors import UsageError
@@ -107,8 +107,8 @@ def append_index(
         index: directory of the index. Its rows keep their ids.
         sources: directories, archives, lists of paths or image files, as in
             `build_index`.
-        model: directory of the model bundle; None selects the bundle that built the
-            index.
+        model: directory of the model bundle, which the index then names; None selects
+            the bundle that the index names.
 
     Raises:
         UsageError, ModelError: the request is invalid, or the index was not made by a
@@ -167,7 +167,7 @@ def append_index(
         work = None
         if plan is not None:
             work = encoding(change, plan, execution, on_event)
-        edit = _new_rows(change, plan, work, groups)
+        edit = _new_rows(change, plan, work, groups, (), model)
         applied = apply(change, edit, on_event, should_stop)
     return result_of(applied, plan, duplicates, started)
 
@@ -212,8 +212,8 @@ def update_index(
         max_vanished: largest allowed share, 0 to 1, of the rows whose input no longer
             exists or cannot be read. If the share is larger, the update ends with an
             error.
-        model: directory of the model bundle; None selects the bundle that built the
-            index.
+        model: directory of the model bundle, which the index then names; None selects
+            the bundle that the index names.
 
     Raises:
         UsageError, ModelError: the request is invalid, or `sources` is empty and the
@@ -233,7 +233,11 @@ def update_index(
     """
     started = time.monotonic()
     group = _source_group(sources, column) if source_names(sources) else None
-
+    as_number(max_vanished, "max_vanished", most=1)
+    if retry_failed and max_failed is None:
+        # Most inputs that failed before fail again, so allow all to fail.
+        max_failed = 1.0
+    execution = Execution(engine, workers, address, max_failed=max_failed)
     plan = None
     changed = 0
     request = {"retry_failed": retry_failed}
@@ -263,10 +267,6 @@ def update_index(
             settings, info = _settings_and_bundle(
                 change.index, group or SourceGroup(()), model
             )
-            if retry_failed and max_failed is None:
-                # Most inputs that failed before fail again, so allow all to fail.
-                max_failed = 1.0
-            execution = Execution(engine, workers, address, max_failed=max_failed)
             execution = choose_workers(settings, info, execution)
             plan = _plan_rows(change, changes, settings, info)
             work = encoding(change, plan, execution, on_event, needs_one=False)
@@ -275,7 +275,7 @@ def update_index(
         elif change.plan is not None:
             change.start_again()
         groups = recorded_sources(manifest) if group is None else (group,)
-        edit = _new_rows(change, plan, work, groups, changes.deleted)
+        edit = _new_rows(change, plan, work, groups, changes.deleted, model)
         columns = manifest.columns if plan is None else plan.columns
         lines, columns = edited_values(
             change.index, changes.values, columns, is_given=True
@@ -304,19 +304,19 @@ def update_index(
             and 0 < len(changes.retried) == len(changes.refs) == len(changes.deleted),
         )
         applied = apply(change, edit, on_event, should_stop)
+        failed = Counter(changes.failed)
         if plan is not None and applied.manifest is manifest:
             # Every failed input failed again, so nothing was committed.
+            failed.update(total_counts(applied.receipts).failed)
             applied = Applied(manifest)
             plan = None
-            changes = replace(
-                changes, deleted=(), unchanged=changes.unchanged + len(changes.refs)
-            )
+            changes = replace(changes, deleted=())
         shards = len(applied.receipts)
         counts = total_counts(applied.receipts)
         if dry_run:
             refs = changes.refs
-            failed = Counter(ref.problem for ref in refs if ref.problem is not None)
-            counts = Counts(len(refs), len(refs) - failed.total(), 0, dict(failed))
+            problems = Counter(ref.problem for ref in refs if ref.problem is not None)
+            counts = Counts(len(refs), len(refs) - problems.total(), 0, dict(problems))
             shards = -(-len(refs) // manifest.spec.shard_size)
             positions = {*changes.changed}
             changed = sum(
@@ -327,9 +327,12 @@ def update_index(
             row_ids = [plan.first_row + position for position in changes.changed]
             statuses = read_rows(change.layout.root, row_ids, ["status"])["status"]
             changed = statuses.to_pylist().count(INDEXED)
+    failed.update(counts.failed)
     return replace(
         result_of(applied, plan, changes.duplicates, started, counts),
         inputs=changes.inputs,
+        failed=failed.total(),
+        failed_by_reason=dict(failed),
         shards=shards,
         unchanged=changes.unchanged,
         edited=edited,
@@ -369,8 +372,8 @@ def add_images(
         uris: names of the rows, one per image.
         columns: one mapping per image from column names to values, for example to
             captions; see docs/sources.md. None adds no values.
-        model: directory of the model bundle; None selects the bundle that built the
-            index.
+        model: directory of the model bundle, which the index then names; None selects
+            the bundle that the index names.
         on_event: as in `build_index`.
 
     Raises:
@@ -464,7 +467,7 @@ def add_images(
             deleted += table.filter(pc.is_in(table["uri"], names)).to_pylist()
         row_ids = [row["row_id"] for row in deleted]
         work = replace(work, check=check)
-        edit = _new_rows(change, plan, work, None, row_ids)
+        edit = _new_rows(change, plan, work, None, row_ids, model)
         applied = apply(change, edit, on_event, never)
     changed = len({row["uri"] for row in deleted})
     return replace(
@@ -593,7 +596,8 @@ def _new_rows(
     plan: Plan | None,
     work: ShardWork | None,
     groups: tuple[SourceGroup, ...] | None,
-    deleted: Sequence[int] = (),
+    deleted: Sequence[int],
+    model: IndexLocation | None,
 ) -> Edit:
     """Return the edit that adds rows to an index and deletes rows.
 
@@ -601,6 +605,8 @@ def _new_rows(
         plan: plan of the new rows, which `work` encodes; None adds no rows.
         groups: sources of all rows after the change; None if they are unknown.
         deleted: ids of the rows to delete.
+        model: directory of the bundle that the index names after the change; None keeps
+            the name.
     """
     manifest = change.index.manifest
     details: Json = {}
@@ -611,6 +617,9 @@ def _new_rows(
     settings = None
     if plan is not None or groups != recorded_sources(manifest):
         settings = with_sources(manifest, groups)
+    named = None
+    if model is not None:
+        named = model_record(matching_bundle(change.index, local_path(model)))
     return Edit(
         manifest.spec if plan is None else plan.spec,
         details,
@@ -618,4 +627,5 @@ def _new_rows(
         deleted,
         columns=None if plan is None else plan.columns,
         settings=settings,
+        model=named,
     )

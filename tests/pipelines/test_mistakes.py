@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 
+from pipelines import build_index, copy_index, quantize_index, update_index
+from pipelines.jobs.snapshots import remove_snapshots, roll_back
+from storage_formats import UsageError
 from storage_formats.format.layout import IndexSpec
 from tests.conftest import write_random_index
 from tests.pipelines.conftest import write_photo
@@ -78,3 +82,46 @@ def test_a_mistake_is_named_with_what_to_do(
     assert advice in message
     assert "Traceback" not in error
     assert not (place / "new.edje").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *itertools.product(
+            ["threads", "workers", "shard_size", "batch_size", "max_pixels", "frames"],
+            [0, -1, 1.5, True, "2"],
+        ),
+        ("frames", 10_000),
+        ("memory", 0),
+        *itertools.product(["max_failed"], [-0.1, 1.1, float("nan"), "0.5"]),
+    ],
+)
+def test_numbers_out_of_range_are_refused_by_name(place, tmp_path, name, value):
+    with pytest.raises(UsageError, match=f"^{name} must be an? .*, got "):
+        build_index(
+            place / "photos",
+            tmp_path / "new.edje",
+            place / "model",
+            engine="inline",
+            **{name: value},
+        )
+    assert not (tmp_path / "new.edje").exists()
+
+
+@pytest.mark.parametrize(
+    ("job", "name", "value"),
+    [
+        (update_index, "max_vanished", 1.5),
+        (update_index, "max_failed", -1),
+        (quantize_index, "workers", 0),
+        (remove_snapshots, "keep", 0),
+        (remove_snapshots, "keep", 1.5),
+        (roll_back, "snapshot", -1),
+        (copy_index, "snapshot", -1),
+        (copy_index, "snapshot", 0.5),
+    ],
+)
+def test_numbers_of_changes_are_refused_by_name(place, tmp_path, job, name, value):
+    out = {"out": tmp_path / "out"} if job is copy_index else {}
+    with pytest.raises(UsageError, match=f"^{name} must be an? .*, got "):
+        job(place / "photos.edje", **out, **{name: value})

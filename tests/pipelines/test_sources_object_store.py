@@ -141,4 +141,4 @@ def test_a_build_and_an_update(
     (uploaded / "photos/00.jpg").unlink()
     upload(uploaded)
     changed = update_index(remote.out, engine="inline", on_event=lambda event: None)
-    assert (changed.new, changed.vanished, changed.unchanged) == (1, 1, 10)
+    assert (changed.new, changed.vanished, changed.unchanged) == (1, 1, 9)

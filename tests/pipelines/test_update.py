@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from edje_index import ModelError
 from edje_index.images.decode import ImageError
 from edje_index.images.transient import TransientInputError
 from edje_index.indexing import shard_encoding
@@ -121,7 +122,7 @@ def test_an_update_equals_a_new_build(built, photos, config):
         result.new,
         result.changed,
         result.failed,
-    ) == (9, 6, 1, 1, 1)
+    ) == (9, 5, 1, 1, 2)
     assert (
         result.vanished,
         result.deleted,
@@ -148,7 +149,7 @@ def test_an_update_equals_a_new_build(built, photos, config):
     }
     assert [entry.kind for entry in history(built)] == ["build", "update"]
     again = update(built)
-    assert (again.unchanged, again.deleted, again.rows, again.snapshot) == (9, 0, 0, 1)
+    assert (again.unchanged, again.deleted, again.rows, again.snapshot) == (7, 0, 0, 1)
 
 
 def test_too_many_vanished_rows_are_refused(built, photos, run):
@@ -369,7 +370,7 @@ def test_a_duplicate_gets_tokens_when_its_original_vanishes(config, photos):
     run_build(config(dedupe=True), lambda event: None)
     root = config().out
     assert contents(root)[str(photos / "03.jpg")][0] == "duplicate"
-    assert update(root).unchanged == 10
+    assert update(root).unchanged == 9
     (photos / "01.jpg").unlink()
     result = update(root)
     assert (result.changed, result.duplicates, result.vanished, result.deleted) == (
@@ -389,11 +390,11 @@ def test_sources_of_appends_are_recorded(built, photos, tmp_path):
     for folder, seed in (("more", 60), ("others", 61)):
         write_photo(tmp_path / folder / "a.jpg", seed)
         append_index(built, (str(tmp_path / folder),), engine="inline")
-    assert update(built).unchanged == 11
+    assert update(built).unchanged == 10
     write_photo(photos / "deep/20.jpg", 62)
     append_index(built, (str(photos / "deep"),), engine="inline")
     # photos/deep lies inside photos and is not listed twice
-    assert update(built).unchanged == 12
+    assert update(built).unchanged == 11
     assert update(built, photos, tmp_path / "more", max_vanished=0.2).vanished == 1
     assert update(built).inputs == 11
     manifest = Manifest.load(built)
@@ -485,7 +486,7 @@ def test_a_list_with_repeated_and_missing_entries(config, photos, tmp_path):
     listing = tmp_path / "list.jsonl"
     listing.write_text("".join(json.dumps({"path": entry}) + "\n" for entry in entries))
     run_build(replace(config(), sources=(str(listing),)), lambda event: None)
-    assert update(config().out).unchanged == 5
+    assert update(config().out).unchanged == 4
     (photos / "00.jpg").unlink()
     write_photo(photos / "gone.jpg", 80)
     result = update(config().out)
@@ -494,7 +495,8 @@ def test_a_list_with_repeated_and_missing_entries(config, photos, tmp_path):
         2,
         {"missing": 2},
     )
-    assert update(config().out).unchanged == 5
+    again = update(config().out)
+    assert (again.unchanged, again.failed_by_reason) == (3, {"missing": 2})
 
 
 def test_the_command(built, photos, run):
@@ -503,7 +505,7 @@ def test_the_command(built, photos, run):
     code, output, _ = run("update", built, "--dry-run")
     assert (code, files(built)) == (0, before)
     assert (
-        "9 inputs = 6 unchanged + 2 new + 1 changed + 0 duplicates + 0 failed; 2"
+        "9 inputs = 5 unchanged + 2 new + 1 changed + 0 duplicates + 1 failed; 2"
         " vanished; would add 3 rows" in output
     )
     code, output, errors = run(
@@ -511,7 +513,7 @@ def test_the_command(built, photos, run):
     )
     assert code == 0
     assert json.loads(output)["snapshot"] == 1
-    assert "1 input failed: not-an-image 1" in errors
+    assert "2 inputs failed: not-an-image 2" in errors
     shutil.rmtree(photos)
     photos.mkdir()
     code, output, errors = run("update", built, "--json")
@@ -532,7 +534,7 @@ def test_failed_inputs_are_tried_again(built, photos):
         result.deleted,
         result.rows,
         result.snapshot,
-    ) == (9, 9, 0, 0, 0)
+    ) == (9, 8, 0, 0, 0)
     after = {path: path.read_bytes() for path in built.rglob("*") if path.is_file()}
     assert after == before, "it failed again"
     write_photo(photos / "07.jpg", 77)
@@ -555,7 +557,7 @@ def test_failed_inputs_are_tried_again(built, photos):
 
 def test_inputs_that_fail_again_stay_listed(built, photos, run):
     (photos / "08.jpg").write_bytes(b"broken")
-    assert update(built).failed == 1
+    assert update(built).failed == 2
     failed = {"07.jpg", "08.jpg"}
     assert {Path(row["uri"]).name for row in failed_rows(built)} == failed
     write_photo(photos / "30.jpg", 30)
@@ -586,8 +588,8 @@ def test_inputs_that_work_now_are_tried_again_with_the_same_content(
     (photos / "04.jpg").write_bytes(content)
     with monkeypatch.context() as patched:
         patched.setattr(shard_encoding, "decode_input", refuse)
-        assert update(built).failed == 1
-    assert update(built).unchanged == 9
+        assert update(built).failed == 2
+    assert update(built).unchanged == 7
     result = retry(built)
     assert (result.unchanged, result.new, result.failed) == (7, 1, 1)
     assert contents(built)[str(photos / "04.jpg")][0] == "indexed"
@@ -795,6 +797,21 @@ def test_a_new_column_of_all_rows_takes_the_memory_of_one_shard(photos, config):
         assert result.edited == 300
     # The texts have 4.5 MB.
     assert peaks[1] - peaks[0] < 2 << 20
+
+
+def test_an_update_with_a_moved_bundle_names_its_new_path(
+    built, photos, tiny_bundle, tmp_path
+):
+    moved = shutil.copytree(tiny_bundle, tmp_path / "moved")
+    result = update(built, model=moved)
+    assert (result.rows, result.snapshot) == (0, 0)
+    assert Manifest.load(built).model["bundle"] == str(moved)
+    assert problems_and_counts(built) == []
+    shutil.rmtree(moved)
+    with pytest.raises(ModelError, match="moved, which built"):
+        append_index(built, photos, engine="inline")
+    append_index(built, photos, engine="inline", model=tiny_bundle)
+    assert Manifest.load(built).model["bundle"] == str(tiny_bundle.resolve())
 
 
 def test_a_list_may_change_the_type_of_a_column(photos, config):
