@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.arguments import as_text, repr_of
+from storage_formats.arguments import as_count, as_text, repr_of
 from storage_formats.arrays import as_finite
 from storage_formats.codecs import BF16, Blocks, Codec, Records, fill_record, finest
 from storage_formats.codecs.base import check_out
@@ -355,6 +355,7 @@ class TokenStore:
             (100, 4, 16)
         """
         m, d = self.block_shape
+        count = as_count(count, "count", least=0)
         memory = _results.lend(count * m * d * BF16.itemsize)
         blocks: Blocks = memory.view(BF16).reshape(count, m, d)
         return blocks
@@ -384,9 +385,7 @@ class TokenStore:
             >>> [len(blocks) for blocks in store.iter_fetch([[0, 1, 2], [3], []])]
             [3, 1, 0]
         """
-        if ahead < 1:
-            raise UsageError(f"ahead must be at least 1, got {ahead}")
-        yield from ordered_map(self.fetch, batches, 1, 1 + ahead)
+        yield from ordered_map(self.fetch, batches, 1, 1 + as_count(ahead, "ahead"))
 
     def holes(self, blocks: Blocks) -> NDArray[np.bool_]:
         """Return which of the fetched `blocks` [k, m, d] are holes, bool [k].

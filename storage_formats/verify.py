@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from storage_formats.arguments import as_number
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.committed_files import iter_shard_files
@@ -352,7 +353,7 @@ def sampled_shards(
     numbers.sort(key=lambda shard: times.get(shard, 0))
     if sample is None:
         return numbers
-    if not 0 < sample < math.inf:
+    if not 0 < as_number(sample, "sample") < math.inf:
         raise UsageError(
             f"sample must be above 0, got {sample}; give a number of shards or a share"
             " below 1",

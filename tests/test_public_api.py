@@ -10,16 +10,29 @@ import importlib
 import inspect
 import json
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+import edje_index
+from edje_index import Client, CrossEncoder, LateInteractionSearch, TokenIndex
+from edje_index.evaluation.quantization import measure_precisions
+from edje_index.integrations.documents import find_images, rerank_metadata
 from pipelines import build_index
-from storage_formats import IndexWriter
+from pipelines.service.server import listen
+from storage_formats import (
+    IndexWriter,
+    RowIdError,
+    TokenStore,
+    UsageError,
+    verify_index,
+)
 from tests.conftest import REPO
 from tests.edje_index.published_cases import Case, write_case
 
@@ -71,6 +84,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Path:
             rng.standard_normal((30, 4, 16), np.float32),
             rng.standard_normal((30, 8), np.float32),
         )
+    edje_index.add_ann(folder / "pages.edje")
     # the tower of the model above
     write_case(folder, Case(vision_dim=32, vision_heads=2))
     return folder
@@ -125,6 +139,123 @@ def test_examples_of_a_module_run(module, files):
                 runner.run(examples)
     assert runner.tries > 0
     assert runner.failures == 0
+
+
+def rows_of_new_index(m: int, width: int, size: int) -> int:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        IndexWriter.create(
+            f"{folder}/new", block_shape=(m, 16), embed_dim=width, shard_size=size
+        ) as writer,
+    ):
+        blocks = np.ones((2, 4, 16), np.float32)
+        return len(writer.append(blocks, np.ones((2, 8), np.float32)))
+
+
+def rows_of_late_interaction(k: int, pool: int = 9) -> list[int]:
+    search = LateInteractionSearch.open("pages.edje")
+    hits = search.search(np.ones((1, 16)), k, embedding=np.ones(8), pool=pool)
+    return [hit.row_id for hit in hits]
+
+
+def evaluated(**numbers: Any) -> dict[str, Any]:
+    value = {"pools": [2], "resamples": 2, "queries": 3, "seed": 1, **numbers}
+    value["images"] = Path("photos")
+    result = edje_index.evaluate("photos.edje", "captions.jsonl", **value).to_json()
+    del result["seconds"]
+    return json.loads(json.dumps(result))
+
+
+# For each argument, a number, and a call with it.
+NUMBERS: dict[str, tuple[float, Callable[[Any, TokenIndex, TokenStore], Any]]] = {
+    "search k": (2, lambda n, index, store: index.search("a", n)),
+    "search pool": (3, lambda n, index, store: index.search("a", 2, n)),
+    "search min_relevance": (
+        0.25,
+        lambda n, index, store: index.search("a", 3, min_relevance=n),
+    ),
+    "search image": (3, lambda n, index, store: index.search("a", 2, image=n)),
+    "search_image": (3, lambda n, index, store: index.search_image(n, 2)),
+    "search_image k": (3, lambda n, index, store: index.search_image(1, n)),
+    "search_texts": (3, lambda n, index, store: index.search_texts(n, ["a", "b"])),
+    "search_texts k": (
+        1,
+        lambda n, index, store: index.search_texts(1, ["a", "b"], n, 2),
+    ),
+    "search_texts pool": (
+        2,
+        lambda n, index, store: index.search_texts(1, ["a", "b"], 1, n),
+    ),
+    "rerank": (3, lambda n, index, store: index.rerank("a", [n, 0])),
+    "score_pairs": (3, lambda n, index, store: index.score_pairs([("a", n)])),
+    "Hits.first": (2, lambda n, index, store: index.search("a", 3).first(n)),
+    "Hits.at_least": (0.5, lambda n, index, store: index.search("a", 3).at_least(n)),
+    "CrossEncoder": (
+        3,
+        lambda n, index, store: CrossEncoder(index).predict([("a", n)]).tolist(),
+    ),
+    "CrossEncoder top_k": (
+        1,
+        lambda n, index, store: CrossEncoder(index).rank("a", [3, 1], n),
+    ),
+    "re-rankers": (
+        3,
+        lambda n, index, store: rerank_metadata(index, "a", [{"id": n}], "id", 1),
+    ),
+    "re-rankers top_n": (
+        1,
+        lambda n, index, store: rerank_metadata(index, "a", [{"id": 1}] * 2, "id", n),
+    ),
+    "retrievers k": (2, lambda n, index, store: find_images(index, "a", n, None, None)),
+    "retrievers pool": (2, lambda n, index, store: find_images(index, "a", 2, n, None)),
+    "fetch": (3, lambda n, index, store: store.fetch([n]).tolist()),
+    "fetch_records": (3, lambda n, index, store: store.fetch_records([n]).tolist()),
+    "empty": (3, lambda n, index, store: store.empty(n).shape),
+    "iter_fetch": (
+        2,
+        lambda n, index, store: [len(each) for each in store.iter_fetch([[1]], n)],
+    ),
+    "late interaction": (3, lambda n, *_: rows_of_late_interaction(k=n)),
+    "late interaction pool": (3, lambda n, *_: rows_of_late_interaction(2, pool=n)),
+    "near_duplicates": (
+        0.5,
+        lambda n, *_: edje_index.near_duplicates("photos.edje", n),
+    ),
+    "verify_index": (0.5, lambda n, *_: verify_index("photos.edje", sample=n)),
+    "snapshot": (0, lambda n, *_: len(TokenStore.open("photos.edje", snapshot=n))),
+    "IndexWriter block_shape": (4, lambda n, *_: rows_of_new_index(n, 8, 8)),
+    "IndexWriter embed_dim": (8, lambda n, *_: rows_of_new_index(4, n, 8)),
+    "IndexWriter shard_size": (8, lambda n, *_: rows_of_new_index(4, 8, n)),
+    "evaluate pools": (2, lambda n, *_: evaluated(pools=[n])),
+    "evaluate resamples": (2, lambda n, *_: evaluated(resamples=n)),
+    "evaluate queries": (2, lambda n, *_: evaluated(queries=n)),
+    "evaluate seed": (2, lambda n, *_: evaluated(seed=n)),
+    "quantize --report pool": (
+        2,
+        lambda n, *_: measure_precisions(Path("photos.edje"), "bf16", pool=n),
+    ),
+    "Client timeout": (1.5, lambda n, *_: Client("http://a", timeout=n).close()),
+    "listen": (0, lambda n, *_: listen("127.0.0.1", n).close()),
+}
+
+
+@pytest.fixture(scope="module")
+def opened(files) -> TokenIndex:
+    return TokenIndex.open(files / "photos.edje")
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_numpy_are_numbers_and_others_are_refused(name, files, opened):
+    number, call = NUMBERS[name]
+    kind = np.int64 if isinstance(number, int) else np.float32
+    index = opened
+    with contextlib.chdir(files):
+        assert call(kind(number), index, index.store) == call(
+            number, index, index.store
+        )
+        for wrong in (-1, float("nan"), "3", True, np.bool_(True), [2], -np.float64(2)):
+            with pytest.raises((UsageError, RowIdError)):
+                call(wrong, index, index.store)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -234,10 +234,10 @@ def evaluate(
     sizes = as_list(pools, "pools", "integers") or (_FULL_POOLS if full else _POOLS)
     pools = tuple(sorted({as_count(size, "pools") for size in sizes}))
     precisions = as_list(precisions, "precisions", "strings")
-    as_count(resamples, "resamples", 0)
-    as_count(seed, "seed", 0)
+    resamples = as_count(resamples, "resamples", 0)
+    seed = as_count(seed, "seed", 0)
     if queries is not None:
-        as_count(queries, "queries")
+        queries = as_count(queries, "queries")
     if captions is not None:
         as_path(captions, "captions")
     # An invalid score raises an error here, before anything is read.

@@ -28,6 +28,7 @@ from edje_index.scoring.weights import (
 )
 from edje_index.search.query import read_queries
 from edje_index.search.token_index import TokenIndex
+from storage_formats.arguments import as_count
 from storage_formats.arrays import Bools, Floats
 from storage_formats.codecs.formats import CODECS
 from storage_formats.format.manifest import CommittedIndex
@@ -162,13 +163,14 @@ def measure_precisions(
         queries: file of queries, see `read_queries`; None for a sample of the captions
             that the index stores. If it stores none, only the tokens are compared.
         model: bundle to re-rank with; None for the bundle that built the index.
-        pool: number of candidates per query.
+        pool: number of candidates per query, at least 2.
 
     Raises:
         UsageError: there is no index, a precision is unknown, the index does not store
             the reference precision, or the file of queries is invalid.
         ModelError: the bundle cannot be used, or another bundle built the index.
     """
+    pool = as_count(pool, "pool", least=2)
     index = CommittedIndex.open(root)
     manifest = index.manifest
     spec = manifest.spec

@@ -1,17 +1,30 @@
-"""Re-ranks documents by their images. The modules `langchain` and `llama_index` use
-this module.
+"""Finds images for a text, and re-ranks documents by their images. The modules
+`langchain` and `llama_index` use this module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from edje_index.scoring.final_score import relevance
 from edje_index.scoring.weights import TEXT_TO_IMAGE
+from edje_index.search.client import Client
 from edje_index.search.cross_encoder import CrossEncoder
+from edje_index.search.hits import Hit
 from edje_index.search.token_index import TokenIndex
+from storage_formats.arguments import as_count
 from storage_formats.errors import UsageError
+
+
+def find_images(
+    index: TokenIndex | Client, query: str, k: int, pool: int | None, where: str | None
+) -> list[Hit]:
+    """Return the `k` best images for `query`. A `pool` below `k` is raised to `k`."""
+    k = as_count(k, "k")
+    pool = None if pool is None else max(k, as_count(pool, "pool"))
+    return index.search(query, k, pool, where=where)
 
 
 def rerank_metadata(
@@ -38,7 +51,7 @@ def rerank_metadata(
     """
     rows: list[Any] = [each.get(key) for each in metadata]
     for position, row in enumerate(rows):
-        if not isinstance(row, int | str):
+        if not isinstance(row, Integral | str):
             raise UsageError(
                 f"document {position} has no row id or uri in its metadata '{key}';"
                 " name the key that holds it",

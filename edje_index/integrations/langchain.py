@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from edje_index.integrations.documents import rerank_metadata
+from edje_index.integrations.documents import find_images, rerank_metadata
 from edje_index.search.client import Client
 from edje_index.search.token_index import TokenIndex
 from storage_formats.extras import name_missing_extra
@@ -14,6 +14,7 @@ with name_missing_extra("langchain"):
     from langchain_core.callbacks import CallbackManagerForRetrieverRun, Callbacks
     from langchain_core.documents import BaseDocumentCompressor, Document
     from langchain_core.retrievers import BaseRetriever
+    from pydantic import SkipValidation
 
 
 class EdjeRetriever(BaseRetriever):
@@ -32,8 +33,9 @@ class EdjeRetriever(BaseRetriever):
     """
 
     index: TokenIndex | Client
-    k: int = 10
-    pool: int | None = None
+    # The search checks numbers, and takes those of NumPy, which pydantic refuses.
+    k: SkipValidation[int] = 10
+    pool: SkipValidation[int | None] = None
     where: str | None = None
 
     def _get_relevant_documents(
@@ -44,11 +46,8 @@ class EdjeRetriever(BaseRetriever):
         k: int | None = None,
     ) -> list[Document]:
         k = self.k if k is None else k
-        # None stays None, and selects the default.
-        pool = self.pool and max(k, self.pool)
-        hits = self.index.search(query, k, pool, where=self.where)
         documents = []
-        for hit in hits:
+        for hit in find_images(self.index, query, k, self.pool, self.where):
             documents.append(
                 Document(
                     hit.described(every_caption=True) or hit.uri,
@@ -71,7 +70,7 @@ class EdjeReranker(BaseDocumentCompressor):
     """
 
     index: TokenIndex
-    top_n: int | None = None
+    top_n: SkipValidation[int | None] = None
     key: str = "row_id"
 
     model_config: ClassVar[dict[str, bool]] = {"arbitrary_types_allowed": True}

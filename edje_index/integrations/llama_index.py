@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from edje_index.integrations.documents import rerank_metadata
+from edje_index.integrations.documents import find_images, rerank_metadata
 from edje_index.search.client import Client
 from edje_index.search.token_index import TokenIndex
 from storage_formats.errors import UsageError
@@ -15,6 +15,7 @@ with name_missing_extra("llama-index"):
     from llama_index.core.postprocessor.types import BaseNodePostprocessor
     from llama_index.core.retrievers import BaseRetriever
     from llama_index.core.schema import ImageNode, NodeWithScore, QueryBundle
+    from pydantic import SkipValidation
 
 
 class EdjeRetriever(BaseRetriever):
@@ -49,11 +50,10 @@ class EdjeRetriever(BaseRetriever):
         self.where = where
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        # None stays None, and selects the default.
-        pool = self.pool and max(self.k, self.pool)
-        hits = self.index.search(query_bundle.query_str, self.k, pool, where=self.where)
         nodes = []
-        for hit in hits:
+        for hit in find_images(
+            self.index, query_bundle.query_str, self.k, self.pool, self.where
+        ):
             key = "image_path" if scheme_of(hit.uri) is None else "image_url"
             node = ImageNode(
                 id_=str(hit.row_id),
@@ -79,7 +79,7 @@ class EdjeReranker(BaseNodePostprocessor):
     """
 
     index: TokenIndex
-    top_n: int | None = None
+    top_n: SkipValidation[int | None] = None
     key: str = "row_id"
 
     def _postprocess_nodes(

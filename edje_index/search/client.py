@@ -5,13 +5,21 @@ from __future__ import annotations
 import base64
 import json
 import operator
+import threading
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from storage_formats.arguments import as_count, as_list, as_text, refuse_pickle, repr_of
+from storage_formats.arguments import (
+    as_count,
+    as_list,
+    as_number,
+    as_text,
+    refuse_pickle,
+    repr_of,
+)
 from storage_formats.arrays import Floats
 from storage_formats.atomic import Json
 from storage_formats.errors import EdjeError, UsageError
@@ -91,7 +99,9 @@ class Client:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             self._http = httpx.Client(
-                base_url=as_text(url, "url"), headers=headers, timeout=timeout
+                base_url=as_text(url, "url"),
+                headers=headers,
+                timeout=as_number(timeout, "timeout", most=threading.TIMEOUT_MAX),
             )
         except httpx.InvalidURL as error:
             raise UsageError(

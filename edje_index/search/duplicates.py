@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from storage_formats.arguments import as_number
 from storage_formats.arrays import Floats, Ints
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
@@ -57,7 +58,7 @@ def near_duplicates(
         >>> all(len(rows) > 1 for rows in groups)
         True
     """
-    if not 0 < similarity <= 1:
+    if not 0 < as_number(similarity, "similarity") <= 1:
         raise UsageError(
             f"similarity must be above 0 and at most 1, got {similarity}",
             parameter="similarity",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edje_index.scoring.weights import PART_NAMES
+from storage_formats.arguments import as_count, as_number
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.source_columns import CAPTION_COLUMNS, stored_name
 from storage_formats.remote.urls import IndexLocation
@@ -168,13 +169,14 @@ class Hits(list[Hit]):
 
     def first(self, k: int) -> Hits:
         """Return the first `k` hits."""
-        return Hits(self[:k], self.root, self.stages)
+        return Hits(self[: as_count(k, "k", least=0)], self.root, self.stages)
 
     def at_least(self, min_relevance: float) -> Hits:
         """Return the hits whose relevance is at least `min_relevance`. A hit without a
         relevance counts as having relevance 0.
         """
-        kept = [hit for hit in self if (hit.relevance or 0.0) >= min_relevance]
+        least = as_number(min_relevance, "min_relevance", most=1.0)
+        kept = [hit for hit in self if (hit.relevance or 0.0) >= least]
         return Hits(kept, self.root, self.stages)
 
     def to_arrow(self) -> pa.Table:

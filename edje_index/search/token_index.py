@@ -44,6 +44,7 @@ from edje_index.search.search_model import SearchModel
 from storage_formats.arguments import (
     as_count,
     as_list,
+    as_number,
     as_text,
     refuse_pickle,
     repr_of,
@@ -381,6 +382,7 @@ class TokenIndex:
         """
         texts = _texts([text] if isinstance(text, str) else text)
         k, pool = _counts(k, pool, self.default_pool)
+        min_relevance = as_number(min_relevance, "min_relevance", most=1.0)
         stages = Stages()
         weights, final = self._final_score(score)
         if not texts:

@@ -22,8 +22,6 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
-    StrictInt,
-    StrictStr,
     Tag,
     model_validator,
 )
@@ -59,10 +57,10 @@ if TYPE_CHECKING:
 _MAX_ROW_ID = 1 << 53
 _Item = TypeVar("_Item")
 
-RowId = Annotated[int, Field(ge=0, lt=_MAX_ROW_ID, strict=True)]
+RowId = Annotated[int, Field(ge=0, lt=_MAX_ROW_ID)]
 Text = Annotated[str, Field(min_length=1, max_length=1 << 24)]
 Name = Annotated[str, Field(min_length=1, max_length=255)]
-Count = Annotated[int, Field(ge=1, le=1000, strict=True)]
+Count = Annotated[int, Field(ge=1, le=1000)]
 # Validation blocks all other requests, and each error takes a kilobyte of memory.
 # Validation therefore ends at the first error, and refuses a list that is far too long.
 # The routes check lower limits on the number of items, with better messages.
@@ -71,10 +69,12 @@ Items = Annotated[list[_Item], Field(max_length=10_000, fail_fast=True)]
 
 class _Request(BaseModel):
     """A request. Unknown members are refused, because a misspelt member would otherwise
-    be ignored.
+    be ignored. Values of another type are refused, too: "0.2" is no number.
     """
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, use_attribute_docstrings=True
+    )
 
 
 class _Search(_Request):
@@ -122,7 +122,7 @@ class SearchRequest(_Search):
     """
     columns: list[Name] | None = Field(None, max_length=MAX_COLUMNS + 16)
     """Names of the columns that each hit contains; the default is the captions."""
-    skip: int = Field(0, ge=0, le=10_000, strict=True)
+    skip: int = Field(0, ge=0, le=10_000)
     """Number of the best hits to leave out."""
     min_relevance: float = Field(0.0, ge=0, le=1)
     """Leave out hits with a lower relevance."""
@@ -145,12 +145,12 @@ class TextSearchRequest(_Search):
     """The texts to choose from."""
 
 
-class DocumentObject(BaseModel):
+class DocumentObject(_Request):
     """A document as a JSON object. If several members are set, the first of row_id,
-    uri, text and image is used.
+    uri, text and image is used. Other members have no effect.
     """
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="ignore")
 
     row_id: RowId | None = None
     uri: Text | None = None
@@ -160,7 +160,7 @@ class DocumentObject(BaseModel):
     """An image as base64 or data URI."""
 
 
-Document = StrictInt | StrictStr | DocumentObject
+Document = int | str | DocumentObject
 
 
 class TeiRerankRequest(_Request):

@@ -23,6 +23,7 @@ from edje_index.search.token_index import TokenIndex
 from pipelines.service.batching import Batcher
 from pipelines.service.guard import STATIC, Guard, Limits, Metrics, answer_error, logger
 from pipelines.service.routes import ServiceState, router
+from storage_formats.arguments import as_count
 from storage_formats.errors import EdjeError, UsageError
 
 _WARM_UP_POOL = 32
@@ -39,6 +40,7 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         UsageError: the service cannot listen at this address.
     """
+    port = as_count(port, "port", 0, 65_535)
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family)

@@ -55,7 +55,7 @@ def test_an_index_without_duplicates_says_so(root, run, tmp_path):
 
 @pytest.mark.parametrize("similarity", [0, 1.01, float("nan")])
 def test_an_impossible_similarity_is_refused(root, similarity):
-    with pytest.raises(UsageError, match="similarity must be above 0"):
+    with pytest.raises(UsageError, match="similarity must be"):
         near_duplicates(root, similarity)
 
 

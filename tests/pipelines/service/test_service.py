@@ -448,6 +448,22 @@ HEADER = {
             413,
             "over the limit of 1000",
         ),
+        *(
+            ("/search", {"query": "a", name: value}, 422, name)
+            for name, value in (
+                ("min_relevance", True),
+                ("min_relevance", "0.2"),
+                ("k", 3.0),
+                ("k", "3"),
+                ("embedding_order", 1),
+            )
+        ),
+        (
+            "/rerank",
+            {"query": "a", "documents": [0], "top_n": "1"},
+            422,
+            "top_n: Input should be a valid integer",
+        ),
         ("/rerank", {"query": "a"}, 422, "Field required"),
         # only the errors of the format of the request
         (

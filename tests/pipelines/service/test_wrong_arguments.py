@@ -52,6 +52,10 @@ CASES = [
         if value is not None
     ),
     *(
+        ("search", {"min_relevance": value})
+        for value in (float("nan"), -0.1, 1.1, True, np.True_, None, "0.2")
+    ),
+    *(
         (method, {"score": value})
         for method in ("search", "search_texts")
         for value in (3, "x", b"logit", ["logit"])
