@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from ray import cloudpickle
 
+from pipelines.engines import ray_engine
 from tests.conftest import REPO
 
 SCRIPT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"][
@@ -133,3 +135,28 @@ def test_workers_of_such_a_project_find_the_jobs(tmp_path, tiny_bundle):
     )
     done = run_script(tmp_path, f"from edje_index import build_index\nassert {build}")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("names", [["pipelines"], ["storage_formats", "edje_index"]])
+def test_a_worker_of_ray_imports_the_packages_before_those_of_a_user(
+    tmp_path, monkeypatch, names
+):
+    monkeypatch.chdir(tmp_path)
+    assert ray_engine._setup_hook() is None
+    (tmp_path / "pipelines").mkdir()
+    assert ray_engine._setup_hook() is None, "a folder without code hides nothing"
+    for name in names:
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "__init__.py").write_text("")
+    hook = cloudpickle.dumps(ray_engine._setup_hook())
+    code = (
+        "import pickle, sys; pickle.load(sys.stdin.buffer)(); import pipelines.engines,"
+        " edje_index, storage_formats.launch; print(edje_index.__file__)"
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=hook, capture_output=True, env=environment
+    )
+    assert done.stdout.decode() == f"{REPO}/edje_index/__init__.py\n", done.stderr

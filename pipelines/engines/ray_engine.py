@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
-import importlib.util
+import importlib
 import logging
 import math
 import os
@@ -33,7 +33,9 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,6 +56,7 @@ from pipelines.environment import cuda_devices
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted, duration
 from storage_formats.errors import EdjeError, TaskInterrupted, UsageError
+from storage_formats.launch import HOME, PACKAGES
 
 ATTEMPTS = 5
 """Largest number of attempts at a task. If this number of workers have died or stalled
@@ -776,7 +779,7 @@ def check_ray(address: str | None) -> None:
         UsageError: `address` is neither None, nor "auto", nor of the form host:port.
         EngineUnavailableError: no server answers.
     """
-    if importlib.util.find_spec("ray") is None:
+    if find_spec("ray") is None:
         raise ModuleNotFoundError("No module named 'ray'", name="ray")
     if address in (None, "auto"):
         return
@@ -867,17 +870,11 @@ def _initialize(stack: contextlib.ExitStack, **options: Any) -> Any:
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        # If another project has a package `pipelines`, this process has made the two
-        # packages share the name. The workers must do the same.
-        hook = (
-            {"worker_process_setup_hook": "storage_formats.launch.share_package"}
-            if len(pipelines.__path__) > 1
-            else None
-        )
+        hook = _setup_hook()
         ray.init(
             log_to_driver=False,
             logging_level=logging.CRITICAL,
-            runtime_env=hook,
+            runtime_env=None if hook is None else {"worker_process_setup_hook": hook},
             **options,
         )
     finally:
@@ -885,6 +882,30 @@ def _initialize(stack: contextlib.ExitStack, **options: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)
     return ray
+
+
+def _setup_hook() -> Callable[[], None] | None:
+    """Return a function that a worker calls at its start, to import this project's
+    packages although another project has packages with the same names. Return None if
+    there is no such project: with a hook, workers start later.
+    """
+    # A worker calls the hook first. It then puts these directories of this process
+    # before all others in its search path.
+    first = [os.getcwd(), os.path.dirname(os.path.realpath(sys.argv[0]))]
+    specs = (PathFinder.find_spec(name, first) for name in PACKAGES)
+    # A directory without code has no origin. It hides no package.
+    origins = [Path(spec.origin).resolve() for spec in specs if spec and spec.origin]
+    if len(pipelines.__path__) == 1 and all(HOME in path.parents for path in origins):
+        return None
+
+    # Ray sends a local function with its code, so the worker imports nothing for it.
+    def import_packages() -> None:
+        sys.path.insert(0, str(HOME))
+        importlib.import_module("pipelines")
+        importlib.import_module("storage_formats.launch").share_package()
+        sys.path.remove(str(HOME))
+
+    return import_packages
 
 
 @contextlib.contextmanager
