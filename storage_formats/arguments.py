@@ -40,12 +40,10 @@ def as_number(
     """Return `value` as a float. Raise UsageError unless `value` is a number from
     `least` to `most`. Numbers of NumPy are accepted, booleans and NaN are not.
     """
-    if (
-        isinstance(value, Real)
-        and not isinstance(value, bool)
-        and least <= value <= most
-    ):
-        return float(value)
+    if not isinstance(value, bool) and isinstance(value, Real):
+        number = float(value)
+        if least <= number <= most:
+            return number
     raise UsageError(
         f"{name} must be a number from {least:g} to {most:g}, got {shown(value)}",
         parameter=name,
