@@ -673,11 +673,11 @@ def _recover(layout: Layout) -> Journal | None:
 def _remove_garbage(
     layout: Layout, *, tables: bool = False, shards: bool = False
 ) -> list[int]:
-    """Call `remove_what_is_not_kept`, unless a kept snapshot is damaged. The files that
-    it names are then not known, so none is removed. A later `collect_garbage` removes
-    them.
+    """Call `remove_what_is_not_kept`, unless a kept snapshot cannot be read. The files
+    that it names are then not known, so none is removed. A later `collect_garbage`
+    removes them.
     """
-    with contextlib.suppress(CorruptIndexError):
+    with contextlib.suppress(CorruptIndexError, UsageError):
         return remove_what_is_not_kept(layout, tables=tables, shards=shards)
     return []
 

@@ -5,21 +5,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 from storage_formats.atomic import fsync_path, fsync_paths
 from storage_formats.codecs import precisions
-from storage_formats.errors import cannot_read
-from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import OFFSET_ARRAY, Layout
-from storage_formats.format.manifest import (
-    CommittedIndex,
-    earlier_snapshots,
-    kept_snapshots,
-)
+from storage_formats.format.manifest import CommittedIndex, kept_snapshots
 from storage_formats.format.shard_table import read_shard_table
 
 _NAMES = "|".join(precisions())
@@ -54,20 +46,19 @@ def remove_what_is_not_kept(
             shard table that no kept snapshot names.
 
     Raises:
-        CorruptIndexError: the manifest of a kept snapshot is damaged, so the files that
-            it names are not known.
+        CorruptIndexError, UsageError: a manifest or a shard table of a kept snapshot is
+            damaged, or a later version of the package wrote it, so the files that it
+            names are not known.
     """
     index = CommittedIndex.open(layout.root)
-    folder = layout.snapshots
-    numbers = earlier_snapshots(layout, index.manifest)
-    kept = {*map(layout.snapshot, numbers)}
+    manifests = kept_snapshots(index)
     oldest = index.manifest.snapshot.oldest or 0
     dropped_manifests = [
         path
-        for path in folder.glob("*.json")
+        for path in layout.snapshots.glob("*.json")
         if path.stem.isdecimal() and int(path.stem) < oldest
     ]
-    named = _paths_in({layout.manifest, *kept}, layout)
+    named = {file.path for each in manifests for file in each.own_files}
     unnamed = [
         path
         for own_folder in layout.own_folders()
@@ -78,19 +69,22 @@ def remove_what_is_not_kept(
     for path in dropped_manifests:
         path.unlink()
     if dropped_manifests:
-        fsync_path(folder)
+        fsync_path(layout.snapshots)
     if not tables:
         unnamed = [path for path in unnamed if path not in unnamed_tables]
     # A shard table that no kept snapshot names may list files that no kept snapshot
     # names. Such files are removed even if the table itself stays.
     if shards or unnamed_tables:
-        named_in_shards = _files_of_shards(index)
+        for each in manifests:
+            named.update(map(layout.relative, layout.zarr_files(each.spec)))
+        for table in {table for each in manifests for table in each.shard_tables}:
+            named.update(file.path for _, file in read_shard_table(layout.root, table))
         # Files come before their directories, which can then be removed too.
         unnamed += [
             path
             for shard_folder in layout.shard_folders()
             for path in sorted(shard_folder.rglob("*"), reverse=True)
-            if layout.relative(path) not in named_in_shards
+            if layout.relative(path) not in named
         ]
     sizes = []
     changed = set[Path]()
@@ -109,37 +103,3 @@ def remove_what_is_not_kept(
     # a journal, no later change would look for these files.
     fsync_paths(path for path in changed if path.is_dir())
     return sizes
-
-
-def _paths_in(manifests: set[Path], layout: Layout) -> set[str]:
-    """Return the paths of the files that the manifests at the paths `manifests` name.
-    The files of shards are not among them, because only the shard tables name them.
-    """
-    paths = set[str]()
-
-    def note(members: dict[str, Any]) -> None:
-        paths.add(str(members.get("path")))
-
-    for path in manifests:
-        try:
-            # `json.loads` calls `note` for each object of the manifest, and every entry
-            # of a file is an object with `path`. `Manifest.parse` is much slower.
-            json.loads(read_index_file(layout.root, path), object_hook=note)
-        except (OSError, ValueError, RecursionError) as error:
-            raise cannot_read(path, error, "restore the file from a backup") from error
-    return paths
-
-
-def _files_of_shards(index: CommittedIndex) -> set[str]:
-    """Return the paths of the files in `Layout.shard_folders` that kept snapshots of
-    `index` name.
-    """
-    layout = index.layout
-    manifests = kept_snapshots(index)
-    names = set[str]()
-    for manifest in manifests:
-        names.update(map(layout.relative, layout.zarr_files(manifest.spec)))
-        names.update(file.path for file in manifest.own_files)
-    for table in {table for each in manifests for table in each.shard_tables}:
-        names.update(file.path for _, file in read_shard_table(layout.root, table))
-    return names

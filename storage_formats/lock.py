@@ -21,9 +21,9 @@ def locked(root: str | Path) -> Iterator[None]:
     """Context manager that holds the lock `build/lock` below `root`.
 
     The lock file of an index stays, because a network file system may show a removed
-    file to another machine, which would then hold a lock on that file. If `root` holds
-    nothing else at the end, the lock file is removed, and `root` too if it was created
-    here.
+    file to another machine, which would then hold a lock on that file. If there is no
+    index at the end, not even an unfinished one, the lock file is removed, and `root`
+    too if it was created here.
 
     Raises:
         EdjeError: another process holds the lock.
@@ -50,10 +50,9 @@ def locked(root: str | Path) -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):
             os.ftruncate(fd, 0)
-            if [*layout.root.iterdir()] == [layout.build]:
-                if [*layout.build.iterdir()] == [layout.lock]:
-                    layout.lock.unlink()
-                # This fails if `build/` holds an unfinished change.
+            is_begun = [*layout.build.iterdir()] != [layout.lock]
+            if not layout.manifest.exists() and not is_begun:
+                layout.lock.unlink()
                 layout.build.rmdir()
                 if was_missing:
                     layout.root.rmdir()
@@ -88,15 +87,9 @@ def _acquire(layout: Layout) -> int:
                 f"{process} is working on {layout.root}; wait until the process ends,"
                 " or stop the process"
             ) from None
-        if _is_lock_file(layout, fd):
-            return fd
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(fd), os.stat(layout.lock)):
+                return fd
         # The previous holder removed this file before it was locked here. Another
         # process would create and lock a new file, so this lock would not keep it away.
         os.close(fd)
-
-
-def _is_lock_file(layout: Layout, fd: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(layout.lock))
-    except FileNotFoundError:
-        return False

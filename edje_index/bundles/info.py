@@ -29,7 +29,7 @@ from edje_index.models.safety import check_bundle_folder
 from edje_index.scoring.weights import DirectionWeights, ScoreWeights
 from storage_formats.arguments import as_path, repr_of
 from storage_formats.atomic import Json
-from storage_formats.errors import LinkError
+from storage_formats.errors import cannot_read
 from storage_formats.format.index_files import read_index_file, relative_path
 from storage_formats.format.offset import Offset, check_offset
 
@@ -251,10 +251,8 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
             f"{folder} is not a model bundle, because there is no file {file}; give"
             " another path"
         ) from error
-    except LinkError as error:
-        raise ModelError(f"{file} {error.strerror}") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"cannot read {file}: {error}; restore this file") from error
+        raise ModelError(str(cannot_read(file, error, "restore it"))) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ModelError(
             f"{file} does not describe a model bundle, because 'format' is not"

@@ -20,7 +20,7 @@ from typing import Any
 
 from edje_index.errors import ModelError
 from storage_formats.atomic import Json
-from storage_formats.errors import LinkError
+from storage_formats.errors import cannot_read
 from storage_formats.format.index_files import check_inside
 
 CODE_SUFFIXES = frozenset({".dll", ".pickle", ".pkl", ".py", ".pyc", ".so"})
@@ -56,13 +56,9 @@ def check_bundle_folder(folder: Path) -> None:
     for file in sorted(folder.rglob("*")):
         try:
             status = check_inside(folder, file).stat()
-        except LinkError as error:
-            raise ModelError(f"{file} {error.strerror}") from error
         except OSError as error:
-            raise ModelError(
-                f"cannot read {file}: {error.strerror}; restore the file, or do not use"
-                " the bundle"
-            ) from error
+            advice = "restore the file, or do not use the bundle"
+            raise ModelError(str(cannot_read(file, error, advice))) from error
         if not stat.S_ISDIR(status.st_mode):
             if not stat.S_ISREG(status.st_mode):
                 raise ModelError(

@@ -39,7 +39,7 @@ from storage_formats.codecs import Blocks
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c
-from storage_formats.format.committed_files import CommittedFiles
+from storage_formats.format.committed_files import CommittedFiles, iter_shard_files
 from storage_formats.format.filter_tables import write_filter_table
 from storage_formats.format.layout import ROWS_FILE
 from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
@@ -165,12 +165,10 @@ def repair_index(
                     refusals.append(_lost_offset(opened.manifest, entry))
                 else:
                     repaired.append(RepairedFile(entry.path, origin))
-        files: dict[int, dict[str, FileEntry]] = {}
-        for shard, file in opened.shard_files():
-            files.setdefault(shard, {})[file.path] = file
+        numbers = list(opened.spec.shard_numbers())
         shards = {
             shard: entries
-            for shard, entries in files.items()
+            for shard, entries in iter_shard_files(opened, numbers)
             if damaged.intersection(entries)
         }
         for done, (shard, entries) in enumerate(shards.items()):
@@ -224,10 +222,9 @@ def _restore_ann(
     again. Return the repaired files.
     """
     index = change.index
-    try:
+    manifests = [index.manifest]
+    with contextlib.suppress(CorruptIndexError, UsageError):
         manifests = kept_snapshots(index)
-    except (CorruptIndexError, UsageError):
-        manifests = [index.manifest]
     paths = set[str]()
     # The current snapshot comes last. Its commit removes the damaged files.
     for manifest in manifests:

@@ -89,18 +89,15 @@ def reopen_index(index: CommittedIndex) -> CommittedIndex:
         IncompleteIndexError, CorruptIndexError: as for `Manifest.load`.
     """
     current = open_index(index.location)
-    if _origin(current.manifest) != _origin(index.manifest):
+    before = index.manifest
+    after = current.manifest
+    # No change of an index changes these values.
+    if (before.plan, before.spec.shard_size) != (after.plan, after.spec.shard_size):
         raise UsageError(
             f"the index at {index.location} was replaced by another index; open the"
             " index again"
         )
     return current
-
-
-def _origin(manifest: Manifest) -> tuple[object, ...]:
-    """Return what no change of an index changes."""
-    model = manifest.model.get("fingerprint")
-    return manifest.plan, manifest.spec.shard_size, model
 
 
 def read_root(folder: ObjectFolder) -> tuple[ObjectVersion | None, Manifest | None]:

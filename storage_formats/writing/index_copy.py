@@ -288,9 +288,7 @@ def is_data(key: str) -> bool:
     """Return True if `key` is the path of a data file or of the manifest of an earlier
     snapshot.
     """
-    return (
-        DATA_FILE.fullmatch(key) is not None or SNAPSHOT_FILE.fullmatch(key) is not None
-    )
+    return bool(DATA_FILE.fullmatch(key) or SNAPSHOT_FILE.fullmatch(key))
 
 
 def _claim(folder: ObjectFolder, writer: str) -> None:
