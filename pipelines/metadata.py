@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 
 from edje_index.inputs.json_lines import text_lines
+from edje_index.inputs.ranges import POINTERS
 from storage_formats.atomic import Json
 from storage_formats.format.column_types import BYTES, TEXT, column_kind
 from storage_formats.format.parquet import iter_batches
@@ -126,7 +127,8 @@ def sidecar_values(
             )
         except (ValueError, RecursionError):
             parsed = None
-        if content is None or not isinstance(parsed, dict):
+        is_pointer = (content or b"").startswith(POINTERS)
+        if content is None or is_pointer or not isinstance(parsed, dict):
             ignored.count(UNREADABLE)
         else:
             values = {**parsed, **values}

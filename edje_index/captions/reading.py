@@ -32,7 +32,7 @@ from edje_index.images.decode import ImageError
 from edje_index.inputs.containers import members_with_sidecars
 from edje_index.inputs.json_lines import read_json_lines, text_lines
 from edje_index.inputs.names import MAX_SIDECAR_BYTES
-from edje_index.inputs.ranges import open_ranged
+from edje_index.inputs.ranges import open_file, open_ranged
 from edje_index.inputs.refs import display_path
 from edje_index.inputs.tars import TarArchive
 from storage_formats.errors import UsageError
@@ -259,6 +259,7 @@ def read_records(path: Path) -> Iterator[CaptionRecord]:
         )
     location = str(path)
     try:
+        os.close(open_file(os.fsencode(path))[0])
         for position, value in reader(path):
             location = f"{path}, {position}"
             yield _record(value)

@@ -290,7 +290,7 @@ def _load(image: Image.Image) -> None:
         raise MemoryError(detail) from error
 
 
-def _decode_jpeg(image: ImageFile.ImageFile, data: bytes) -> Image.Image | None:
+def _decode_jpeg(image: Image.Image, data: bytes) -> Image.Image | None:
     """Decode an opened JPEG file with simplejpeg. The pixels are the same as Pillow's.
 
     Pillow holds the interpreter lock (GIL) while it decodes. simplejpeg releases the
@@ -572,17 +572,17 @@ def _handle_tiff_errors() -> Any:
     """Drop the errors that libtiff writes to stderr, in threads that are quiet. Return
     the handler, which libtiff does not keep alive.
     """
-    set_handler = ctypes.CDLL(Image.core.__file__).TIFFSetErrorHandler
+    set_handler = ctypes.CDLL(sys.modules["PIL._imaging"].__file__).TIFFSetErrorHandler
     set_handler.restype = ctypes.c_void_p
     pass_on = _TiffHandler(set_handler(None))
 
-    @_TiffHandler
     def handle(*error: Any) -> None:
         if not _this_thread.is_quiet:
             pass_on(*error)
 
-    set_handler(handle)
-    return handle
+    handler = _TiffHandler(handle)
+    set_handler(handler)
+    return handler
 
 
 @functools.cache

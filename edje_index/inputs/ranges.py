@@ -5,6 +5,7 @@ be read forward.
 from __future__ import annotations
 
 import bisect
+import errno
 import functools
 import io
 import itertools
@@ -27,6 +28,11 @@ ReadAt: TypeAlias = Callable[[int, int], bytes]
 a file, or fewer if the file ends earlier.
 """
 
+POINTERS = (b"version https://git-lfs.github.com/spec/", b"/annex/objects/")
+"""Beginnings of the small files that Git LFS and git-annex put in place of files whose
+content is not on this machine.
+"""
+
 MAX_READ = 1 << 30
 """Largest number of bytes that a parser may read at once, to bound its memory.
 
@@ -42,6 +48,9 @@ AHEAD_BLOCKS = 8
 KEPT_BLOCKS = 16
 """Largest number of blocks in memory. Blocks that are being requested count, too."""
 
+# largest number of bytes of a pointer
+_MAX_POINTER = 1 << 15
+
 KEPT_BYTES = 16 << 20
 """Number of bytes of a stream that stay in memory after they are read, because several
 threads read slightly out of order.
@@ -53,6 +62,10 @@ using what is read. For a position further ahead, the stream is opened anew at t
 position before it at which streams can start, unless the stream has already passed this
 position.
 """
+
+
+class PointerError(OSError):
+    """A file is a pointer of Git LFS or git-annex."""
 
 
 class RangedFile(io.RawIOBase):
@@ -152,12 +165,20 @@ def open_file(path: bytes) -> tuple[int, int]:
 
     Raises:
         OSError: the file cannot be opened, or is not a regular file.
+        PointerError: the content of the file is not on this machine.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise OSError("the input is not a regular file")
+        if status.st_size < _MAX_POINTER and os.pread(fd, 64, 0).startswith(POINTERS):
+            raise PointerError(
+                errno.ENODATA,
+                "the content is not on this machine; get it with 'git lfs pull' or 'git"
+                " annex get'",
+                path,
+            )
     except OSError:
         os.close(fd)
         raise

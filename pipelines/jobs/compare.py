@@ -499,9 +499,8 @@ def compare_sources(
     for source in sources if max_vanished < 1 else ():
         if not source.inputs:
             hidden.setdefault(display_path(source.path), "it lists no images")
-        for path in source.hidden - own:
-            problem = "it is not read, because images lie beside it: move them"
-            hidden.setdefault(path, problem)
+        for path in source.hidden.keys() - own:
+            hidden.setdefault(path, source.hidden[path])
     _refuse_hidden_rows(index, hidden, vanished + cut_off)
     lost += len(vanished)
     if lost > max_vanished * rows + 1e-6:

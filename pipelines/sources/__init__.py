@@ -356,7 +356,7 @@ def open_source(
             return packed_source(spec, clips=clips)
         if suffix in TABLE_SUFFIXES:
             return ListSource(spec, column)
-        if suffix == LINES_SUFFIX or (suffix == CAPTION_SUFFIX and not is_url(spec)):
+        if suffix in (LINES_SUFFIX, CAPTION_SUFFIX):
             return ListSource(spec)
         is_image = has_input_suffix(os.fsencode(file_name(spec)), clips) or is_input(
             head, clips

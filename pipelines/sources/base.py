@@ -23,6 +23,7 @@ from edje_index.images.transient import (
 )
 from edje_index.inputs.containers import split_uri
 from edje_index.inputs.names import has_input_suffix
+from edje_index.inputs.ranges import PointerError
 from edje_index.inputs.refs import InputRef, display_path
 from pipelines.metadata import UNREADABLE, Ignored, sidecar_values, source_values
 from storage_formats.errors import UsageError
@@ -83,9 +84,12 @@ class Patterns:
                 parameter="exclude",
             ) from error
 
+    def __bool__(self) -> bool:
+        return self._exclude is not None
+
     def select(self, path: str) -> bool:
         """Return True if the input with this path in its source is used."""
-        if self._exclude is None:
+        if not self:
             return True
         self.unmatched = [
             pattern
@@ -110,8 +114,8 @@ class Source(ABC):
         inputs: number of inputs in the latest pass.
         patterns: which inputs are used; the others are ignored.
         unread: uris of the inputs with metadata that could not be read.
-        hidden: paths of the archives and Parquet files that the latest pass ignored,
-            because their directory also contains images.
+        hidden: paths that the latest pass ignored although there may be inputs, such as
+            archives in a directory with images. The values are the reasons.
     """
 
     spec: str
@@ -121,7 +125,7 @@ class Source(ABC):
     inputs: int = field(init=False, default=0)
     patterns: Patterns = field(init=False, default_factory=Patterns)
     unread: set[str] = field(init=False, default_factory=set)
-    hidden: set[str] = field(init=False, default_factory=set)
+    hidden: dict[str, str] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.path = absolute_path(self.spec)
@@ -367,6 +371,7 @@ def problem_of(error: Exception) -> str:
     Raises:
         TransientInputError: the error has a temporary reason, so a later attempt may
             succeed.
+        SourceError: the content of the file is not on this machine.
     """
     if isinstance(error, ImageError):
         return error.reason
@@ -374,6 +379,9 @@ def problem_of(error: Exception) -> str:
         raise TransientInputError(
             f"{error.filename} has changed while it was listed; run the command again"
         ) from error
+    if isinstance(error, PointerError):
+        name = display_path(error.filename)
+        raise SourceError(f"cannot read {name}: {error.strerror}") from error
     if isinstance(error, OSError) and is_transient(error):
         raise transient_error(
             display_path(os.fsencode(error.filename or "a source")), error

@@ -6,17 +6,19 @@ import functools
 import os
 import stat
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from edje_index.inputs.names import (
     MAX_SIDECAR_BYTES,
+    SIDECAR_SUFFIXES,
     has_input_suffix,
     is_litter,
     join_sidecars,
 )
+from edje_index.inputs.ranges import open_file
 from edje_index.inputs.refs import InputRef, display_path
 from pipelines.metadata import (
     CAPTIONS,
@@ -56,6 +58,12 @@ _LITTER = "(thumbnails, trash)"
 # them. Their column `_NAME` names the images.
 _TABLES = (b"metadata.jsonl", b"metadata.csv")
 _NAME = "file_name"
+# endings of the names of files with metadata
+_METADATA = (*map(os.fsencode, SIDECAR_SUFFIXES), *_TABLES)
+# names in the directory that the cache of the Hugging Face Hub has for a repository
+_HUB_CACHE = {b"blobs", b"refs", b"snapshots"}
+# With patterns, a directory or an archive is read under at most this number of paths.
+_MAX_PATHS = 16
 
 
 @dataclass
@@ -68,6 +76,7 @@ class _Directory:
             of an input.
         directories: names of the subdirectories.
         linked_directories: names of the symbolic links to directories.
+        earlier: paths under which the same directory was listed before.
     """
 
     path: bytes
@@ -75,6 +84,7 @@ class _Directory:
     links: set[bytes] = field(default_factory=set)
     directories: set[bytes] = field(default_factory=set)
     linked_directories: set[bytes] = field(default_factory=set)
+    earlier: list[bytes] = field(default_factory=list)
 
 
 @dataclass
@@ -84,7 +94,9 @@ class FolderSource(Source):
     In each directory, the files come first and the subdirectories follow, both sorted
     by the bytes of their names. Symbolic links are followed. Links to directories are
     read last, after the whole tree. If several paths lead to one file, only the first
-    path is used. Hidden files and directories are ignored.
+    path is used that the patterns select. Of a repository in the cache of the Hugging
+    Face Hub, the names in `snapshots` are used. Hidden files and directories are
+    ignored.
 
     The files NAME.json and NAME.txt contain the metadata of the image NAME.jpg. A table
     metadata.jsonl or metadata.csv contains the metadata of the images that its column
@@ -104,13 +116,13 @@ class FolderSource(Source):
     column: str | None = None
 
     def _iter_inputs(self) -> Iterator[InputRef]:
-        self._visited: dict[_FileId, bytes] = {}
+        # paths of each directory, archive and Parquet file that was read
+        self._visited: dict[_FileId, list[bytes]] = {}
         # directory -> names of its files that were used through a link
         self._linked: dict[_FileId, set[bytes]] = {}
-        self._packed_seen: set[_FileId] = set()
-        # Path of a photo in a metadata table -> (values of its first line, captions of
-        # its further lines). The keys of the inner dictionary are the captions, so that
-        # each caption is kept once and in order.
+        # Path of a photo in a metadata table, without links -> (values of its first
+        # line, captions of its further lines). The keys of the inner dictionary are the
+        # captions, so that each caption is kept once and in order.
         self._listed: dict[bytes, tuple[dict[Any, Any], dict[str, None]]] = {}
         # directories whose metadata table is damaged
         self._damaged: list[bytes] = []
@@ -166,11 +178,12 @@ class FolderSource(Source):
                 else:
                     directory.directories.add(name)
             return directory
-        identity = _file_id(path)
-        if identity in self._visited:
-            self.ignored.count("(folder seen)")
-            return directory
         with os.scandir(path) as listing:
+            earlier = self._earlier_paths(path)
+            if earlier is None:
+                self.ignored.count("(folder seen)")
+                return directory
+            directory.earlier = earlier
             for entry in listing:
                 if entry.is_file(follow_symlinks=False):
                     directory.files[entry.name] = None
@@ -189,13 +202,22 @@ class FolderSource(Source):
                     directory.directories.add(entry.name)
                 elif mode and stat.S_ISDIR(mode):
                     directory.linked_directories.add(entry.name)
-                elif mode is None and not has_input_suffix(entry.name, self.clips):
+                elif mode is None and not (
+                    has_input_suffix(entry.name, self.clips)
+                    or entry.name.lower().endswith(_METADATA)
+                ):
                     self.ignored.count("(broken link)")
+                    name = display_path(os.path.join(path, entry.name))
+                    self.hidden[name] = "it is a link without a target"
                 elif mode is None or stat.S_ISREG(mode):
                     directory.links.add(entry.name)
                 else:
                     self.ignored.count("(not a file)")
-        self._visited[identity] = path
+        # In the cache of the Hub, the files in `snapshots` are links to `blobs`, where
+        # no file has its name.
+        if directory.directories >= _HUB_CACHE:
+            directory.directories.remove(b"blobs")
+            self.ignored.count("(folder seen)")
         is_index = (
             b"index.json" in directory.files
             and {b"manifest", b"rows", b"tokens"}
@@ -231,7 +253,9 @@ class FolderSource(Source):
             )
             (packed if is_packed else files).append(name)
             if not reads_packed and is_packed_name(os.fsdecode(name)):
-                self.hidden.add(display_path(os.path.join(directory.path, name)))
+                self.hidden[display_path(os.path.join(directory.path, name))] = (
+                    "it is not read, because images lie beside it: move them"
+                )
         read = functools.partial(self._file, directory, sidecars)
         is_server = is_url(directory.path)
         refs = (
@@ -242,28 +266,33 @@ class FolderSource(Source):
         for name, ref in zip(files, refs, strict=True):
             if ref is None:
                 continue
-            if not self._is_selected(ref.path):
+            if not self._is_selected(ref.uri):
                 self.ignored.count("(excluded)")
             elif self._is_repeated(directory, name, ref):
                 self.ignored.count("(link seen)")
             else:
                 yield ref
         sources: list[Source] = []
+        # the earlier paths of each archive
+        earlier: dict[bytes, list[bytes] | None] = {}
         for path in (os.path.join(directory.path, name) for name in packed):
             try:
-                identity = None if is_server else _file_id(path)
+                earlier[path] = [] if is_server else self._earlier_paths(path)
             except OSError as error:
                 yield InputRef(display_path(path), path, problem=problem_of(error))
                 continue
-            if identity in self._packed_seen:
+            if earlier[path] is None:
                 self.ignored.count("(link seen)")
                 continue
-            if identity is not None:
-                self._packed_seen.add(identity)
             source = packed_source(os.fsdecode(path), self.column, clips=self.clips)
             source.unread = self.unread
             sources.append(source)
-        yield from scan_ahead(sources)
+        for ref in scan_ahead(sources):
+            member = ref.uri.removeprefix(display_path(ref.path))
+            if self._is_used(member, earlier.get(ref.path) or ()):
+                self.ignored.count("(link seen)")
+            else:
+                yield ref
         for source in sources:
             for key, count in source.ignored.items():
                 self.ignored.count(key, count)
@@ -291,8 +320,9 @@ class FolderSource(Source):
             for suffix, sidecar in sidecars.get(name, {}).items()
         }
         uri = display_path(path)
-        values, captions = self._listed.pop(path, ({}, {}))
-        if not values and path.startswith(tuple(self._damaged)):
+        real = os.path.realpath(path) if self._listed else path
+        values, captions = self._listed.pop(real, ({}, {}))
+        if path.startswith(tuple(self._damaged)):
             self.unread.add(uri)
         first = captions_of(values)
         more = [text for text in captions if text not in first]
@@ -313,11 +343,12 @@ class FolderSource(Source):
         try:
             table = ListSource(os.fsdecode(os.path.join(directory.path, name)), _NAME)
         except UsageError as error:
-            if isinstance(error.__cause__, OSError):
+            cause = error.__cause__
+            if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
                 raise
-            if error.__cause__ is None:
+            if cause is None:
                 return False
-            # The table is damaged, and may have had this column.
+            # The table is damaged or a broken link, and may have had this column.
             self.ignored.count(UNREADABLE)
             self._damaged.append(os.path.join(directory.path, b""))
             return True
@@ -326,7 +357,9 @@ class FolderSource(Source):
             listed = str(values.pop(_NAME, "")).replace("\\", "/")
             photo = listed_input(os.path.normpath(listed), directory.path)
             if photo is not None:
-                first, more = self._listed.setdefault(photo.path, (values, {}))
+                first, more = self._listed.setdefault(
+                    os.path.realpath(photo.path), (values, {})
+                )
                 # A photo can have several lines, one per caption. The first line gives
                 # all values, and the others only add their captions.
                 if first is not values:
@@ -337,8 +370,26 @@ class FolderSource(Source):
             self.ignored.count(key, count)
         return True
 
-    def _is_selected(self, path: bytes) -> bool:
-        return self.patterns.select(self._path_in_source(display_path(path)))
+    def _is_selected(self, uri: str) -> bool:
+        return self.patterns.select(self._path_in_source(uri))
+
+    def _earlier_paths(self, path: bytes) -> list[bytes] | None:
+        """Return the paths under which a directory or an archive was read before, and
+        record `path`. Return None if it need not be read again.
+
+        It is read again if there are patterns, because they may select other inputs
+        under each path.
+        """
+        paths = self._visited.setdefault(_file_id(path), [])
+        is_loop = any(path.startswith(os.path.join(other, b"")) for other in paths)
+        if paths and (not self.patterns or is_loop or len(paths) == _MAX_PATHS):
+            return None
+        paths.append(path)
+        return paths[:-1]
+
+    def _is_used(self, name: str, paths: Iterable[bytes]) -> bool:
+        """Return True if the input with this name is selected under one of `paths`."""
+        return any(self._is_selected(display_path(path) + name) for path in paths)
 
     def _is_repeated(
         self,
@@ -350,17 +401,16 @@ class FolderSource(Source):
         `name` is a link, record its target as used.
         """
         if name not in directory.links:
-            return bool(self._linked) and name in self._linked.get(
-                _file_id(directory.path), ()
-            )
+            if self._linked and name in self._linked.get(_file_id(directory.path), ()):
+                return True
+            return self._is_used(f"/{display_path(name)}", directory.earlier)
         if ref.problem is not None:
             return False
         target_directory, target = os.path.split(os.path.realpath(ref.path))
         try:
             home = _file_id(target_directory)
             if (
-                home in self._visited
-                and self._is_selected(os.path.join(self._visited[home], target))
+                self._is_used(f"/{display_path(target)}", self._visited.get(home, ()))
                 and ignored_as(target, lambda: read_head(ref.path), clips=self.clips)
                 is None
             ):
@@ -379,17 +429,16 @@ def _texts(values: dict[Any, Any]) -> list[str]:
 
 def _read_sidecar(path: bytes) -> bytes | None:
     """Return the content of a metadata file; None if it is too large or cannot be read.
-    Raise TransientInputError if it may be readable later.
+    Raise TransientInputError if it may be readable later, and SourceError if its
+    content is not on this machine.
     """
     try:
         if is_url(path):
             return read_remote(os.fsdecode(path), MAX_SIDECAR_BYTES)
-        with open(path, "rb", buffering=0) as file:
-            is_too_large = os.fstat(file.fileno()).st_size > MAX_SIDECAR_BYTES
-            return None if is_too_large else file.read(MAX_SIDECAR_BYTES)
+        fd, length = open_file(path)
+        with open(fd, "rb", buffering=0) as file:
+            return None if length > MAX_SIDECAR_BYTES else file.read(length)
     except OSError as error:
-        # This raises TransientInputError if the error is temporary, for example a
-        # failing disk.
         problem_of(error)
         return None
 

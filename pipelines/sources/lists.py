@@ -26,6 +26,7 @@ from edje_index.captions.reading import (
     read_records,
 )
 from edje_index.inputs.json_lines import read_json_lines
+from edje_index.inputs.ranges import open_file
 from edje_index.inputs.refs import MAX_INPUT_BYTES, InputRef, display_path
 from pipelines.metadata import (
     BAD_NAME,
@@ -140,11 +141,14 @@ class ListSource(Source):
             if is_url(self.path):
                 self._directory = os.path.dirname(os.fsencode(name))
                 # The temporary file is removed when this object is deleted.
-                copy = tempfile.NamedTemporaryFile(prefix="edje-list-")  # noqa: SIM115
+                copy = tempfile.NamedTemporaryFile(  # noqa: SIM115
+                    prefix="edje-list-", suffix=self._suffix
+                )
                 self._copy = copy
                 self._copy.write(read_remote(self.spec, MAX_INPUT_BYTES))
                 self._copy.flush()
                 self._file = self._copy.name
+            os.close(open_file(os.fsencode(self._file))[0])
             if self._suffix not in TABLE_SUFFIXES:
                 return
             columns = self._columns()
@@ -191,13 +195,17 @@ class ListSource(Source):
             yield from self._lines()
         elif self._suffix == CAPTION_SUFFIX:
             record_of_image: dict[str, CaptionRecord] = {}
-            for record in read_records(Path(os.fsdecode(self._file))):
-                first = record_of_image.setdefault(record.image, record)
-                if first is not record:
-                    joined = dataclasses.replace(
-                        first, captions=(*first.captions, *record.captions)
-                    )
-                    record_of_image[record.image] = joined
+            path = Path(os.fsdecode(self._file))
+            try:
+                for record in read_records(path):
+                    first = record_of_image.setdefault(record.image, record)
+                    if first is not record:
+                        joined = dataclasses.replace(
+                            first, captions=(*first.captions, *record.captions)
+                        )
+                        record_of_image[record.image] = joined
+            except UsageError as error:
+                raise SourceError(str(error).replace(str(path), self.spec)) from error
             for number, record in enumerate(record_of_image.values(), 1):
                 texts = list(record.captions) or None
                 yield (

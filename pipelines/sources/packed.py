@@ -100,6 +100,7 @@ class ArchiveSource(Source):
     def _iter_inputs(self) -> Iterator[InputRef]:
         name = file_name(self.spec).lower()
         kind = str(container_kind(name))
+        refs: list[InputRef] = []
         try:
             with open_ranged(
                 self.path, only_headers=name.endswith((".tar", ".zip"))
@@ -112,7 +113,7 @@ class ArchiveSource(Source):
                         self.ignored.count(key, 1 + len(contents))
                         continue
                     uri = f"{display_path(self.path)}!{display_path(member.name)}"
-                    yield InputRef(
+                    ref = InputRef(
                         uri,
                         self.path,
                         None if member.problem else container,
@@ -121,8 +122,12 @@ class ArchiveSource(Source):
                         problem=member.problem,
                         metadata=self._metadata(uri, contents, {}),
                     )
+                    refs.append(ref)
         except (ImageError, OSError, ValueError, EOFError) as error:
-            yield lost_file(self, error)
+            # The metadata of all members may be behind the damage.
+            self.unread.update(ref.uri for ref in refs)
+            refs.append(lost_file(self, error))
+        yield from refs
 
     def _ignored_as(
         self,

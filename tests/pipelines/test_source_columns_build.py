@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import json
+import os
 import tarfile
 import unicodedata
 from pathlib import Path
@@ -15,11 +16,13 @@ import pytest
 
 from edje_index import TokenIndex
 from edje_index.captions.matching import stored_captions
-from edje_index.inputs.refs import InputRef
+from edje_index.captions.reading import read_captions
+from edje_index.images.decode import ImageError
+from edje_index.inputs.refs import InputRef, read_bytes
 from pipelines.jobs.plan import CollectedColumns
 from pipelines.progress.events import ignore, never
 from pipelines.sources import Listing, open_sources
-from storage_formats import Manifest, read_rows, verify_index
+from storage_formats import Manifest, UsageError, read_rows, verify_index
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.source_columns import MAX_COLUMNS
 from tests.pipelines.conftest import run_build, write_photo
@@ -226,12 +229,104 @@ def test_captions_behind_links_as_in_the_cache_of_the_hub(tmp_path):
     (blobs / "34cd").write_text("file_name,text\n1.jpg,a cat\n")
     (folder / "0.txt").symlink_to("../../blobs/12ab")
     (folder / "metadata.csv").symlink_to("../../blobs/34cd")
+    expected = [{"captions": ["a dog"]}, {"text": "a cat"}]
     refs, ignored = scan(folder)
-    assert [ref.metadata for ref in refs] == [
-        {"captions": ["a dog"]},
-        {"text": "a cat"},
-    ]
+    assert [ref.metadata for ref in refs] == expected
     assert ignored == {}
+    (tmp_path / "refs").mkdir()
+    refs, ignored = scan(tmp_path)
+    assert [ref.metadata for ref in refs] == expected
+    assert ignored == {"(folder seen)": 1}
+
+
+def test_a_table_names_photos_through_links(tmp_path):
+    for number in range(2):
+        write_photo(tmp_path / f"z/{number}.jpg", number)
+    (tmp_path / "album").symlink_to("z")
+    (tmp_path / "one.jpg").symlink_to("z/1.jpg")
+    records = [
+        {"file_name": "album/0.jpg", "text": "a dog"},
+        {"file_name": "one.jpg", "text": "a cat"},
+    ]
+    write_lines(tmp_path / "metadata.jsonl", records)
+    refs, ignored = scan(tmp_path)
+    texts = {os.path.basename(ref.uri): ref.metadata["text"] for ref in refs}
+    assert texts == {"one.jpg": "a cat", "0.jpg": "a dog"}
+    assert "(metadata without a file)" not in ignored
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4743512\n"
+
+
+@pytest.mark.parametrize("pointer", [LFS, b"/annex/objects/SHA256E-s9--00.txt\n"])
+@pytest.mark.parametrize(
+    "name", ["0.txt", "0.json", "metadata.csv", "metadata.jsonl", "a.tar", "a.parquet"]
+)
+def test_pointers_are_not_taken_for_content(tmp_path, name, pointer):
+    folder = tmp_path / "sub"
+    if name[0] != "a":
+        write_photo(folder / "0.jpg", 0)
+    write_photo(tmp_path / "1.jpg", 1)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(pointer)
+    advice = (
+        rf"{name}.*: the content is not on this machine; get it with 'git lfs pull'"
+    )
+    with pytest.raises(UsageError, match=advice):
+        scan(tmp_path)
+    if name != "0.txt":
+        with pytest.raises(UsageError, match="not on this machine"):
+            read_captions(folder / name)
+    (tmp_path / "2.jpg").write_bytes(pointer)
+    with pytest.raises(ImageError, match="not on this machine"):
+        read_bytes(InputRef("2.jpg", os.fsencode(tmp_path / "2.jpg")))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "damaged"),
+    [
+        # None stands for a link without a target
+        ("0.txt", b"a dog", None),
+        ("metadata.csv", b"file_name,text\n0.jpg,a dog\n", None),
+        (
+            "metadata.jsonl",
+            b'{"file_name": "0.jpg", "text": "a dog"}\n' * 2,
+            b'{"file_name": "0.jpg", "text": "a dog"}\n{"file_na',
+        ),
+    ],
+)
+def test_metadata_that_cannot_be_read_is_known_as_unread(
+    tmp_path, name, content, damaged
+):
+    write_photo(tmp_path / "0.jpg", 0)
+    (tmp_path / name).write_bytes(content)
+    (source,) = open_sources([str(tmp_path)])
+    assert [ref.metadata is not None for ref in source.iter_inputs()] == [True]
+    assert source.unread == set()
+    (tmp_path / name).unlink()
+    if damaged is None:
+        (tmp_path / name).symlink_to("nowhere")
+    else:
+        (tmp_path / name).write_bytes(damaged)
+    (ref,) = source.iter_inputs()
+    assert source.unread == {ref.uri}
+    assert source.ignored["(unreadable metadata)"] >= 1
+
+
+def test_captions_behind_the_damage_of_an_archive_are_unread(tmp_path):
+    write_photo(tmp_path / "0.jpg", 0)
+    (tmp_path / "0.txt").write_bytes(b"a dog" * 1000)
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as archive:
+        for name in ("0.jpg", "0.txt"):
+            archive.add(tmp_path / name, name)
+    (source,) = open_sources([str(path)])
+    (ref,) = source.iter_inputs()
+    assert (len(ref.metadata["captions"]), source.unread) == (1, set())
+    os.truncate(path, path.read_bytes().index(b"a dog") + 100)
+    cut, problem = source.iter_inputs()
+    assert (cut.metadata, problem.problem) == (None, "truncated-archive")
+    assert source.unread == {cut.uri}
 
 
 def test_files_beside_images_as_img2dataset_writes_them(tmp_path):

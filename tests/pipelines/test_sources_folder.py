@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import os
 import socket
+import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -176,7 +178,7 @@ def test_broken_link_is_a_missing_image(tmp_path: Path) -> None:
     names, ignored, problems = scan(tmp_path)
     assert names == ["a.jpg", "e.jpg"]
     assert problems == {"a.jpg": "missing", "e.jpg": "unreadable"}
-    assert ignored == {"(broken link)": 1}
+    assert ignored == {".txt": 1}
 
 
 @given(
@@ -211,6 +213,46 @@ def test_every_real_image_is_found_once(
         os.fsencode(path) for path in root.rglob("*.jpg") if not path.is_symlink()
     )
     assert list(FolderSource(str(root)).iter_inputs()) == refs
+    # with patterns, a file is used under one of the paths that they select
+    source = FolderSource(str(root))
+    source.patterns = Patterns(exclude=["/a/", "/b/linkc/", "a.jpg"])
+    used = [(ref.uri, os.path.realpath(ref.uri)) for ref in source.iter_inputs()]
+    selected = {
+        os.path.realpath(path)
+        for path in paths_below(root, ())
+        if source.patterns.select(os.path.relpath(path, root))
+    }
+    assert sorted(real for _, real in used) == sorted(selected)
+
+
+def paths_below(folder: Path, parents: tuple[str, ...]) -> Iterator[Path]:
+    """Every path to an image, through links that lead to no parent."""
+    real = os.path.realpath(folder)
+    for path in () if real in parents else folder.iterdir():
+        if path.is_dir():
+            yield from paths_below(path, (*parents, real))
+        elif path.suffix:
+            yield path
+
+
+def test_every_path_to_an_archive_is_tried(tmp_path: Path) -> None:
+    put(tmp_path / "store/0.jpg")
+    put(tmp_path / "b/own/1.jpg")
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        archive.add(tmp_path / "store", "store")
+    for name in ("album", "zoo"):
+        (tmp_path / "b" / name).mkdir()
+        (tmp_path / "b" / name / "a.tar").symlink_to("../../a.tar")
+    for patterns, expected in (
+        (Patterns(), "album/a.tar!store/0.jpg"),
+        (Patterns(exclude=["/album/"]), "zoo/a.tar!store/0.jpg"),
+        (Patterns(include=["*.jpg"]), "album/a.tar!store/0.jpg"),
+        (Patterns(include=["/zoo/", "/own/"]), "zoo/a.tar!store/0.jpg"),
+    ):
+        source = open_source(str(tmp_path / "b"))
+        source.patterns = patterns
+        uris = [os.path.relpath(ref.uri, source.spec) for ref in source.iter_inputs()]
+        assert sorted(uris) == sorted([expected, "own/1.jpg"])
 
 
 # What cannot be read

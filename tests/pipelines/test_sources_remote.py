@@ -162,7 +162,7 @@ def test_a_file_that_changes_between_requests_is_never_mixed(
     assert {*outcomes} <= {10, "has changed while it was"}
 
 
-@pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "txt"])
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "txt", "json"])
 def test_lists_on_a_server(server: WebServer, suffix: str) -> None:
     values = [
         "photos/a.jpg",
@@ -176,6 +176,7 @@ def test_lists_on_a_server(server: WebServer, suffix: str) -> None:
         "tsv": ["url\tx", *(f"{value}\ty" for value in values)],
         "jsonl": [json.dumps({"url": value}) for value in values],
         "txt": values,
+        "json": [json.dumps([{"image": value, "caption": "x"} for value in values])],
     }
     server.files[f"/lists/list.{suffix}"] = "\n".join(lines[suffix]).encode()
     server.files["/lists/photos/a.jpg"] = b"a"
@@ -187,6 +188,10 @@ def test_lists_on_a_server(server: WebServer, suffix: str) -> None:
     ]
     assert [read_bytes(ref) for ref in refs[:2]] == [b"a", b"b"]
     assert [ref.problem for ref in refs[2:]] == ["bad-list-line"] * 3
+    if suffix == "json":
+        server.files["/lists/bad.json"] = b"[3]"
+        with pytest.raises(UsageError, match=rf"{server.url}/lists/bad.json, item 1"):
+            scan(f"{server.url}/lists/bad.json")
 
 
 def test_names_in_a_list_on_a_server_are_no_addresses(server: WebServer) -> None:
