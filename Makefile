@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 # scikit-image ships photos with its wheel, so the demo needs no network beyond the package registry.
 PHOTOS = $$($(BIN)/python -c "import pathlib, skimage; print(pathlib.Path(skimage.__file__).parent / 'data')")
 
-.PHONY: demo docs release gpu-check image test test-slow oracles lint clean
+.PHONY: demo docs release gpu-check image test suite test-slow oracles lint clean
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'error: Python 3.11 or newer is needed, not ' + \
@@ -86,7 +86,11 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint oracles
+test: lint suite
+
+# The tests without the linters, for further versions of Python:
+# make suite VENV=.venv-newest PYTHON=python3.13
+suite: oracles
 	$(BIN)/python -m pytest
 
 # torchao is an oracle of the block formats. It stays out of the environment, because transformers would load it.
@@ -98,4 +102,4 @@ test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
 
 clean:
-	rm -rf $(VENV) $(DEMO)
+	rm -rf $(VENV) .venv-newest $(DEMO)
