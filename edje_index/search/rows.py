@@ -187,15 +187,16 @@ class IndexRows:
         """
         manifest = self._index.manifest
         spec = manifest.spec
-        has_columns = {*names} <= {*filter_schema(manifest.columns).names}
-        if not has_columns or not manifest.filter_tables:
-            return
         with self._lock:
             missing = [
                 shard
                 for shard in shards
                 if any((shard, name) not in self._columns for name in names)
             ]
+        if not missing or not manifest.filter_tables:
+            return
+        if not {*names} <= {*filter_schema(manifest.columns).names}:
+            return
         for segment, entry in zip(
             spec.used_segments, manifest.filter_tables, strict=True
         ):
