@@ -16,8 +16,6 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
-from storage_formats.cgroups import cgroup_files
-
 _DISTRIBUTION = "edje-index"
 # device files of GPUs: NVIDIA, WSL and AMD
 _GPU_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
@@ -75,35 +73,6 @@ def _versions(names: Iterable[str]) -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
     return versions
-
-
-def available_memory(machine: Path = Path("/")) -> int:
-    """Return the memory in bytes that is available without swapping. If the process
-    runs in cgroups with memory limits, for example in a container, the result is at
-    most what the tightest limit leaves.
-
-    `machine` is the root directory from which the limits are read.
-    """
-    import psutil
-
-    available = int(psutil.virtual_memory().available)
-    for limit, used, stat in cgroup_files(
-        machine,
-        "memory",
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
-        ("memory.max", "memory.current", "memory.stat"),
-    ):
-        if limit.isdigit() and used.isdigit():
-            fields = dict(line.split() for line in stat.splitlines())
-            # The used memory includes the page cache, which the kernel frees when it
-            # needs the memory. In version 1, only the fields with "total_" include the
-            # cgroups below.
-            cache = sum(
-                int(fields.get(f"total_{name}", fields.get(name, 0)))
-                for name in ("inactive_file", "active_file")
-            )
-            available = min(available, max(0, int(limit) - int(used) + cache))
-    return available
 
 
 def free_disk(path: Path) -> int:

@@ -1,10 +1,41 @@
-"""Reads the limits of this process from its control groups (Linux cgroups)."""
+"""Reads the limits of this process from its control groups (Linux cgroups), and the
+memory that they and the machine leave.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
+
+
+def available_memory(machine: Path = Path("/")) -> int:
+    """Return the memory in bytes that is available without swapping. If the process
+    runs in cgroups with memory limits, for example in a container, the result is at
+    most what the tightest limit leaves.
+
+    `machine` is the root directory from which the limits are read.
+    """
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    for limit, used, stat in cgroup_files(
+        machine,
+        "memory",
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
+        ("memory.max", "memory.current", "memory.stat"),
+    ):
+        if limit.isdigit() and used.isdigit():
+            fields = dict(line.split() for line in stat.splitlines())
+            # The used memory includes the page cache, which the kernel frees when it
+            # needs the memory. In version 1, only the fields with "total_" include the
+            # cgroups below.
+            cache = sum(
+                int(fields.get(f"total_{name}", fields.get(name, 0)))
+                for name in ("inactive_file", "active_file")
+            )
+            available = min(available, max(0, int(limit) - int(used) + cache))
+    return available
 
 
 def cgroup_files(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, get_args, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +42,9 @@ from storage_formats.threads import fork_safe_lock, ordered_map
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["RowIds", "TokenStore"]
+__all__ = ["Check", "RowIds", "TokenStore"]
+
+Check: TypeAlias = Literal["first", "always"]
 
 _results = BufferPool()
 """Pool of memory for the arrays that `fetch`, `fetch_records` and `empty` return."""
@@ -219,15 +221,27 @@ class TokenStore:
         return self._view.codec.block_shape
 
     @overload
-    def fetch(self, row_ids: RowIds, out: Blocks | None = None) -> Blocks: ...
+    def fetch(
+        self, row_ids: RowIds, out: Blocks | None = None, *, check: Check = "first"
+    ) -> Blocks: ...
 
     @overload
     def fetch(
-        self, row_ids: RowIds, out: Blocks | None = None, *, as_torch: Literal[True]
+        self,
+        row_ids: RowIds,
+        out: Blocks | None = None,
+        *,
+        as_torch: Literal[True],
+        check: Check = "first",
     ) -> Tensor: ...
 
     def fetch(
-        self, row_ids: RowIds, out: Blocks | None = None, *, as_torch: bool = False
+        self,
+        row_ids: RowIds,
+        out: Blocks | None = None,
+        *,
+        as_torch: bool = False,
+        check: Check = "first",
     ) -> Blocks | Tensor:
         """Read the blocks of `row_ids`, in the order of `row_ids`.
 
@@ -239,6 +253,9 @@ class TokenStore:
                 fetch is fastest into an array from `empty`. None allocates an array.
             as_torch: whether to return a torch.bfloat16 tensor. If `out` is given, the
                 tensor shares memory with `out`.
+            check: "first" compares a block with its checksum whenever it is read from
+                the disk, and once after its shard was mapped into memory, which holds
+                the shard from then on. "always" compares it at every fetch.
 
         Returns:
             ml_dtypes.bfloat16 [k, m, d], or a tensor of this shape. A row without a
@@ -269,11 +286,14 @@ class TokenStore:
             torch.bfloat16
         """
         view = self._view
+        if check not in get_args(Check):
+            raise UsageError(f"check must be 'first' or 'always', got {check!r}")
         ids = view.checked(row_ids)
         out = self.empty(len(ids)) if out is None else out
         check_out(out, (len(ids), *self.block_shape))
         if len(ids):
-            view.read(ids, out, hole=np.array(np.nan, dtype=out.dtype))
+            hole = np.array(np.nan, dtype=out.dtype)
+            view.read(ids, out, hole=hole, always_checks=check == "always")
         if not as_torch:
             return out
         with name_missing_extra("search"):
@@ -494,6 +514,7 @@ class _View:
         *,
         hole: NDArray[Any],
         query: NDArray[np.float32] | None = None,
+        always_checks: bool = False,
     ) -> None:
         """Fill `out` with the blocks, records or scores of the rows `ids`.
 
@@ -515,7 +536,11 @@ class _View:
         firsts = order[is_first]
         if len(firsts):
             batch = Batch(*np.divmod(ids[firsts], spec.shard_size), firsts)
-            self.reads.read(Destination(batch, out, self.codec, self.checksums, query))
+            self.reads.read(
+                Destination(
+                    batch, out, self.codec, self.checksums, query, always_checks
+                )
+            )
         if not is_first.all():
             # for each entry of `order`, the index in `out` of the first entry with the
             # same row id

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from edje_index.bundles.info import BundleInfo
 from edje_index.indexing.ann_kind import AnnKind
-from pipelines.environment import available_memory, cuda_devices, free_disk
+from pipelines.environment import cuda_devices, free_disk
 from pipelines.jobs.plan import SHARDS_PER_GPU, BuildSettings
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.arguments import as_number, optional_count
+from storage_formats.cgroups import available_memory
 from storage_formats.codecs import codec
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra

@@ -63,6 +63,8 @@ class Destination:
             record_bytes], or for the scores, float32 [k].
         query: query vectors [q, d] if `out` receives the MaxSim of the query and each
             block.
+        always_checks: whether records of a memory map are compared with their
+            checksums although this process has compared them before.
     """
 
     batch: Batch
@@ -70,6 +72,7 @@ class Destination:
     codec: Codec
     checksums: BlockChecksums
     query: NDArray[np.float32] | None = None
+    always_checks: bool = False
 
     @functools.cached_property
     def records(self) -> Records | None:
@@ -104,7 +107,13 @@ class Destination:
         return np.pad(self.query, ((0, padding), (0, 0))).reshape(-1)
 
     def take(
-        self, memory: Bytes, offsets: Ints, part: Part, threads: int | None = None
+        self,
+        memory: Bytes,
+        offsets: Ints,
+        part: Part,
+        threads: int | None = None,
+        *,
+        checks: bool = True,
     ) -> None:
         """Compare the records `batch[part]` with their checksums, and write them to
         `out`.
@@ -113,6 +122,7 @@ class Destination:
             memory: memory that contains the records.
             offsets: byte offset of each record in `memory`, int64 [k].
             threads: maximum number of threads, see `run_chunks`.
+            checks: whether to compare checksums.
 
         Raises:
             CorruptIndexError: a record does not match its checksum.
@@ -120,7 +130,7 @@ class Destination:
         size = self.codec.record_bytes
         m, d = self.codec.block_shape
         batch = self.batch[part]
-        expected = self._expected[part]
+        expected = self._expected[part] if checks else None
         sources = memory.ctypes.data + offsets
         if self.records is None:
             # `copy_and_sum` copies nothing, because `_decode` writes the output
@@ -133,7 +143,7 @@ class Destination:
         else:
             targets = self.records.ctypes.data + batch.out_indices * size
             block_bytes = size
-        records = _Records(sources, size, targets)
+        records = _Records(sources, size, targets, checks)
         moves = (offsets, batch.out_indices)
 
         # If an exception interrupts the calling thread, a helper thread may still use
@@ -143,8 +153,11 @@ class Destination:
             step = stop - start if self.query is None else _SCORED_RECORDS
             for first in range(start, stop, step):
                 last = min(first + step, stop)
-                actual = records.copy_and_sum(first, last)
-                if actual.tobytes() != expected[first:last].tobytes():
+                if checks or targets is not None:
+                    actual = records.copy_and_sum(first, last)
+                if expected is not None and (
+                    actual.tobytes() != expected[first:last].tobytes()
+                ):
                     damaged = actual != expected[first:last]
                     raise self.checksums.damaged(batch[first:last][damaged])
                 if self.records is None:
@@ -189,9 +202,16 @@ class _Records:
     Args:
         targets: memory addresses to which `copy_and_sum` copies the records, [k]; None
             to copy nothing.
+        sums: whether `copy_and_sum` computes checksums.
     """
 
-    def __init__(self, sources: Ints, size: int, targets: Ints | None = None) -> None:
+    def __init__(
+        self,
+        sources: Ints,
+        size: int,
+        targets: Ints | None = None,
+        sums: bool = True,
+    ) -> None:
         total = len(sources) * size
         self._sources = np.ascontiguousarray(sources)
         self._size = size
@@ -206,7 +226,7 @@ class _Records:
             # the compiled loop can only copy whole lines
             if size % _LINE_BYTES:
                 self._loop = _plain_loop
-        self.checksums = np.empty(len(sources), dtype=np.uint32)
+        self.checksums = np.empty(len(sources) if sums else 0, dtype=np.uint32)
 
     def copy_and_sum(self, start: int, stop: int) -> Checksums:
         """Copy the records [start, stop) on the calling thread, and return their
@@ -254,7 +274,8 @@ def _plain_loop(
         source = int(sources[index])
         if copies != NO_COPY:
             ctypes.memmove(int(targets[index]), source, size)
-        checksums[index] = crc32c(record_type.from_address(source))
+        if len(checksums):
+            checksums[index] = crc32c(record_type.from_address(source))
     _plainly_checked_bytes += (stop - start) * size
 
 

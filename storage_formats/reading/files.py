@@ -102,6 +102,7 @@ class ShardFile:
     readers: int = 0
     is_cached: bool | None = None
     trusted_until: float = 0.0
+    _checked: NDArray[np.bool_] | None = field(default=None, repr=False)
     _map: NDArray[np.uint8] | None = field(default=None, repr=False)
     _address: int = 0
     _lock: threading.RLock = field(default_factory=fork_safe_lock, repr=False)
@@ -128,6 +129,15 @@ class ShardFile:
                 )
                 self._address = self._map.ctypes.data
             return self._address
+
+    def checked(self, record_bytes: int) -> NDArray[np.bool_]:
+        """Return which records of the map were compared with their checksums, bool
+        [number of records]. The caller updates the array.
+        """
+        with self._lock:
+            if self._checked is None:
+                self._checked = np.zeros(self.size // record_bytes, dtype=np.bool_)
+            return self._checked
 
     def ask(self, now: float) -> None:
         """Ask the kernel whether the page cache holds the file, and store the answer in

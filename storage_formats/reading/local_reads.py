@@ -21,19 +21,22 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from storage_formats.cgroups import available_memory
 from storage_formats.errors import UsageError, cannot_read
 from storage_formats.format.index_files import IndexFile
-from storage_formats.reading.batch import PIECE_RECORDS, Batch
+from storage_formats.reading.batch import PIECE_RECORDS, Batch, Ints
 from storage_formats.reading.destination import Destination
 from storage_formats.reading.direct import read_direct
 from storage_formats.reading.files import (
+    ShardFile,
     ShardFiles,
     TokenFiles,
     iter_ranges,
     open_files,
 )
-from storage_formats.reading.memory import BufferPool, memory_at
+from storage_formats.reading.memory import BufferPool, Bytes, memory_at
 from storage_formats.reading.queues import QueuePool, RequestError, can_queue
+from storage_formats.system_calls import advise
 from storage_formats.threads import settle, unsettled
 
 # maximum number of files that one read maps at the same time
@@ -57,7 +60,11 @@ class LocalReads:
       example for the candidates of a search. This engine leaves the records in the page
       cache for later searches.
     - `direct` reads the other shards of a larger request, and does not fill the page
-      cache. If direct I/O is not available, `portable` reads them.
+      cache. If direct I/O is not available, `portable` reads them. `portable` also
+      reads a shard, and the kernel loads the whole shard into the page cache, if as
+      many bytes as the shard has were read from it before and half of the available
+      memory has room. So data that is read again and again is soon read from memory,
+      and one pass over an index leaves the page cache as it is.
 
     If the index has more shards than files may be open, `portable` reads every request
     for at most 512 records. The files of such a request are often not open, and opening
@@ -82,10 +89,14 @@ class LocalReads:
         self._record_bytes = tokens.codec.record_bytes
         self._name = name
         self._buffers = BufferPool()
-        self._is_wide = tokens.index.manifest.spec.used_shards > open_files()
+        self._spec = tokens.index.manifest.spec
+        self._is_wide = self._spec.used_shards > open_files()
         self._files = ShardFiles(root, tokens.name)
         self._direct_files = ShardFiles(root, tokens.name, direct=can_queue())
         self._queues = QueuePool()
+        # by shard number: bytes of records that were requested past the page cache
+        self._direct_bytes: dict[int, int] = {}
+        self._admitted_bytes = 0
 
     def length(self, shard: int) -> int:
         """Return the length of the token file of a shard in bytes. Raise
@@ -144,9 +155,39 @@ class LocalReads:
                     for address, file in zip(addresses, files.values(), strict=True)
                 )
                 offsets = batch.per_record(addresses) + batch.positions * size - start
-                destination.take(memory_at(start, stop - start), offsets, part)
+                self._take_mapped(
+                    destination, memory_at(start, stop - start), offsets, part, files
+                )
             finally:
                 self._files.release(files)
+
+    def _take_mapped(
+        self,
+        destination: Destination,
+        memory: Bytes,
+        offsets: Ints,
+        part: slice,
+        files: dict[int, ShardFile],
+    ) -> None:
+        """Pass records of mapped files to `destination`. Records that this process has
+        checked since it mapped their file are not checked again.
+        """
+        batch = destination.batch[part]
+        spans = [
+            (files[shard].checked(self._record_bytes), batch.positions[begin:end])
+            for shard, begin, end in batch.shard_spans
+        ]
+        is_checked = np.concatenate([checked[rows] for checked, rows in spans])
+        if destination.always_checks:
+            is_checked[:] = False
+        for checks in (True, False):
+            rows = np.flatnonzero(is_checked != checks)
+            if len(rows):
+                destination.take(
+                    memory, offsets[rows], part.start + rows, checks=checks
+                )
+        for checked, rows in spans:
+            checked[rows] = True
 
     def _read_portable(self, destination: Destination) -> None:
         size = self._record_bytes
@@ -188,10 +229,36 @@ class LocalReads:
         is_cached = self._are_cached(batch)
         if is_cached.all():
             return [("mapped", batch)]
-        bypasses = self._direct_files.is_direct and not is_small
-        uncached = "direct" if bypasses else "portable"
-        parts = ("mapped", batch[is_cached]), (uncached, batch[~is_cached])
+        parts = [("mapped", batch[is_cached])]
+        uncached = batch[~is_cached]
+        if self._direct_files.is_direct and not is_small:
+            is_admitted = self._admit(uncached)
+            parts.append(("direct", uncached[~is_admitted]))
+            uncached = uncached[is_admitted]
+        parts.append(("portable", uncached))
         return [(engine, part) for engine, part in parts if len(part)]
+
+    def _admit(self, batch: Batch) -> NDArray[np.bool_]:
+        """Return whether each record is to be read through the page cache because much
+        of its shard was read before, bool [n].
+        """
+        admitted: list[int] = []
+        for shard, start, stop in batch.shard_spans:
+            length = len(self._spec.shard_rows(shard)) * self._record_bytes
+            earlier = self._direct_bytes.get(shard, 0)
+            self._direct_bytes[shard] = earlier + (stop - start) * self._record_bytes
+            is_admitted = (
+                earlier >= length
+                and self._admitted_bytes + length <= available_memory() // 2
+            )
+            if is_admitted:
+                self._admitted_bytes += length
+                self._direct_bytes[shard] = 0
+                files = self._files.acquire([shard])
+                advise(files[shard].fd)
+                self._files.release(files)
+            admitted.append(is_admitted)
+        return batch.per_record(admitted) == 1
 
     def close(self) -> None:
         """Close all files, and free idle queues and buffers. A later read opens the

@@ -184,13 +184,14 @@ def copy_records(
     stop: int,
 ) -> None:
     """Write the CRC-32C of the `size` bytes at each address sources[i] to checksums[i],
-    for i in [start, stop).
+    for i in [start, stop). If `checksums` is empty, compute none.
 
     Also copy the bytes to targets[i], unless `copies` is `NO_COPY`. To copy, `size`
     must be a multiple of 64. `COPY_NONTEMPORAL` bypasses the processor's cache, and the
     addresses in `targets` must be multiples of 64 too.
     """
     whole = size - size % 64
+    sums = len(checksums) > 0
     # Records i, j and k have the sources a, b and c, the targets p, q and r, and the
     # checksums x, y and z. At the end of the range, j and k may be the last record
     # again, which is then processed twice.
@@ -208,9 +209,10 @@ def copy_records(
         for offset in range(0, whole, 64):
             for address in (a, b, c):
                 _prefetch(address + offset + _AHEAD_BYTES)
-            x = _crc_line(x, a + offset)
-            y = _crc_line(y, b + offset)
-            z = _crc_line(z, c + offset)
+            if sums:
+                x = _crc_line(x, a + offset)
+                y = _crc_line(y, b + offset)
+                z = _crc_line(z, c + offset)
             if copies == COPY:
                 _copy_lines(
                     (p + offset, q + offset, r + offset),
@@ -221,8 +223,9 @@ def copy_records(
                     (p + offset, q + offset, r + offset),
                     (a + offset, b + offset, c + offset),
                 )
-        checksums[i] = _crc_rest(x, a + whole, a + size)
-        checksums[j] = _crc_rest(y, b + whole, b + size)
-        checksums[k] = _crc_rest(z, c + whole, c + size)
+        if sums:
+            checksums[i] = _crc_rest(x, a + whole, a + size)
+            checksums[j] = _crc_rest(y, b + whole, b + size)
+            checksums[k] = _crc_rest(z, c + whole, c + size)
     if copies == COPY_NONTEMPORAL:
         _fence()

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-from storage_formats import CorruptIndexError, TokenStore, codec
+from storage_formats import CorruptIndexError, TokenStore, UsageError, codec
 from storage_formats.format.checksum import crc32c_rows
 from storage_formats.format.layout import Layout
 from storage_formats.reading import destination, loops, memory
@@ -65,12 +65,13 @@ def test_every_flipped_byte_is_reported_or_lies_in_padding(index, whole, precisi
                 with pytest.raises(
                     CorruptIndexError, match=f"row {row_id} is damaged"
                 ) as caught:
-                    store.fetch(range(SPEC.rows))
+                    store.fetch(range(SPEC.rows), check="always")
                 assert caught.value.row_ids == (row_id,)
                 assert str(path) in str(caught.value)
                 reported += 1
             else:
-                assert same_bits(store.fetch(rows), whole[precision][list(rows)])
+                blocks = store.fetch(rows, check="always")
+                assert same_bits(blocks, whole[precision][list(rows)])
             flip(path, offset, bit)
         assert same_bits(store.fetch(range(SPEC.rows)), whole[precision])
     assert reported > FLIPS // len(SPEC.precisions) // 2
@@ -123,3 +124,27 @@ def test_memory_is_copied_and_checked(compiled, size, count):
         assert (actual == expected).all()
         assert (target[:count] == (data if copies else 0)).all()
         assert not target[count].any()
+
+
+@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize("precision", ["bf16", "nvfp4"])
+def test_mapped_records_are_checked_once_unless_always_is_asked(
+    index, whole, precision, engine
+):
+    with TokenStore.open(index, precision, engine) as store:
+        store.fetch(range(64, 100))
+        assert same_bits(store.fetch([70, 101]), whole[precision][[70, 101]])
+        damage_row(index, precision, 70)
+        damage_row(index, precision, 110)
+        with pytest.raises(CorruptIndexError, match="row 110 is damaged"):
+            store.fetch(range(105, 115))
+        with pytest.raises(CorruptIndexError, match="row 70 is damaged"):
+            store.fetch([70, 71], check="always")
+        # the records of another store are checked again
+        with (
+            TokenStore.open(index, precision, engine) as other,
+            pytest.raises(CorruptIndexError, match="row 70 is damaged"),
+        ):
+            other.fetch([70])
+        with pytest.raises(UsageError, match="check must be"):
+            store.fetch([70], check="never")

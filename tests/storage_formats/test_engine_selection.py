@@ -65,7 +65,10 @@ def store(built, request, monkeypatch):
         yield opened
 
 
-def test_shards_in_the_page_cache_are_copied_and_others_bypass_it(built, store):
+def test_shards_in_the_page_cache_are_copied_and_others_bypass_it(
+    built, store, monkeypatch
+):
+    monkeypatch.setattr(local_reads, "available_memory", lambda: 0)
     for _ in range(20):
         store.fetch(range(SPEC.rows))
         assert chosen(store, range(1, 128, 2)) == {"direct": 64}, (
@@ -101,3 +104,14 @@ def test_a_search_of_more_shards_than_may_be_open_maps_no_file(built, monkeypatc
     with TokenStore.open(built[0]) as store:
         assert chosen(store, [1, 9]) == {"portable": 2}
         assert same_bits(store.fetch([1, 9, 100]), built[1][[1, 9, 100]])
+
+
+def test_what_is_read_again_and_again_gets_into_the_page_cache(store, monkeypatch):
+    for expected in ({"direct": 64}, {"portable": 64}, {"mapped": 64}):
+        assert chosen(store, range(64)) == expected
+        if "portable" in expected:
+            store.fetch(range(64))
+    # not if the memory has no room
+    monkeypatch.setattr(local_reads, "available_memory", lambda: 2 * 64 * 512)
+    for _ in range(5):
+        assert chosen(store, range(64, 128)) == {"direct": 64}
