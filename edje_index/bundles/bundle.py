@@ -43,7 +43,7 @@ from edje_index.models.adapter import (
     build_adapter,
 )
 from edje_index.models.clip_config import HF_TEXT_FOLDER, ClipConfig, read_clip_config
-from edje_index.models.devices import resolve_device, resolve_dtype
+from edje_index.models.devices import plain_torch, resolve_device, resolve_dtype
 from edje_index.models.filesystem import new_folder, write_json
 from edje_index.models.joint_inputs import load_joint_tokenizer
 from edje_index.models.joint_scorer import JointScorer
@@ -151,6 +151,7 @@ class ModelBundle:
         return Scorer(self.joint.scorer(), self.pooled)
 
     @classmethod
+    @plain_torch()
     def load(
         cls,
         path: str | Path,
@@ -328,6 +329,7 @@ def load_clip_towers(info: BundleInfo, config: ClipConfig) -> nn.Module:
     ).requires_grad_(False)
 
 
+@plain_torch()
 def load_text_tower(info: BundleInfo, device: torch.device) -> TextEncoder:
     """Load the text tower of a bundle onto `device`. A BERT text tower is loaded
     without open_clip.
@@ -393,6 +395,7 @@ def load_joint_encoder(info: BundleInfo) -> JointEncoder:
     return joint
 
 
+@plain_torch()
 def load_scorer(info: BundleInfo, dtype: torch.dtype, device: torch.device) -> Scorer:
     """Load the models that compute the parts of the final score onto `device`."""
     folder = info.path / JOINT_FOLDER

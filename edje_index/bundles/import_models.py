@@ -39,6 +39,7 @@ from edje_index.models.adapter import (
 )
 from edje_index.models.clip_config import CONFIG_FILE, ClipConfig
 from edje_index.models.clip_model import LOCAL_DIR, build_clip, load_clip
+from edje_index.models.devices import plain_torch
 from edje_index.models.filesystem import check_new
 from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.models.joint_inputs import load_joint_tokenizer
@@ -193,6 +194,7 @@ class _Checkpoint:
         return default, _CARD
 
 
+@plain_torch()
 def load_published_checkpoint(
     checkpoint: str | Path,
     tokenizer_dir: str | Path | None = None,
@@ -485,6 +487,7 @@ def load_towers(
     return clip.eval(), config, folder
 
 
+@plain_torch()
 def import_checkpoint(
     checkpoint: str | Path | Source,
     vision: str | None,

@@ -28,6 +28,7 @@ from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.adapter import AdapterConfig, build_adapter
 from edje_index.models.clip_config import ClipConfig
 from edje_index.models.clip_model import build_clip
+from edje_index.models.devices import Float32Modules, plain_torch
 from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.models.joint_inputs import (
     IMAGE_TOKEN,
@@ -97,6 +98,7 @@ an image has 32 x 32 pixels.
 """
 
 
+@plain_torch()
 def create_untrained_bundle(
     out: str | Path, *, seed: int = 0, sizes: UntrainedSizes | None = None
 ) -> BundleInfo:
@@ -136,7 +138,7 @@ def create_untrained_bundle(
         },
         asdict(PreprocessCfg(size=(sizes.image_size, sizes.image_size))),
     )
-    with torch.random.fork_rng(devices=[]):
+    with Float32Modules(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         clip = build_clip(clip_config)
         vision = vision_tower(clip.visual, sizes.embed_dim)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edje_index.models.devices import as_tensor
+from edje_index.models.devices import as_tensor, inference
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.scoring.parts import late_interaction
 from storage_formats.codecs import Blocks
@@ -169,7 +169,7 @@ def content_words(caption: str) -> str:
     return " ".join(word for word in kept.split() if word not in _STOP_WORD_SET)
 
 
-@torch.inference_mode()
+@inference()
 def alignment_scores(
     joint: JointScorer, captions: Sequence[str], block: Blocks | Tensor
 ) -> NDArray[np.float64]:

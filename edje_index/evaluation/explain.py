@@ -40,7 +40,7 @@ from edje_index.inputs.thumbnails import (
     read_photo,
 )
 from edje_index.models.adapter import COMPRESSED, LOCAL, CompressionAdapter
-from edje_index.models.devices import as_tensor
+from edje_index.models.devices import as_tensor, inference, plain_torch
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.progress import OnProgress
 from edje_index.scoring.parts import content_token_mask
@@ -153,6 +153,7 @@ class Explanation:
     against: Path | None
 
 
+@plain_torch()
 def explain_index(
     root: Path,
     row_ids: Sequence[int] = (),
@@ -318,7 +319,7 @@ class Vocabulary:
         # left out.
         self._left_out = ~whole if whole.any() else torch.zeros_like(whole)
 
-    @torch.inference_mode()
+    @inference()
     def nearest(self, blocks: Blocks | Tensor, *, whole_words: bool = False) -> Ints:
         """Return the token id of the nearest word of each token in `blocks` [k, m,
         d], int64 [k, m]. With `whole_words`, only whole words are compared, see
@@ -357,7 +358,7 @@ def is_whole_word(word: str) -> bool:
     return len(word) > 2 and word.isalpha()
 
 
-@torch.inference_mode()
+@inference()
 def match_query(index: TokenIndex, query: str, row_id: int) -> QueryMatch:
     """Explain why `query` finds a row of `index`."""
     (hit,) = index.rerank(query, [row_id])
@@ -385,7 +386,7 @@ def match_query(index: TokenIndex, query: str, row_id: int) -> QueryMatch:
     )
 
 
-@torch.inference_mode()
+@inference()
 def _attention(
     encoder: ImageEncoder, row: Json
 ) -> tuple[Floats | None, NDArray[np.uint8] | None, str]:

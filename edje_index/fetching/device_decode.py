@@ -139,7 +139,9 @@ def _decode_signs(entry: Codec, records: torch.Tensor) -> torch.Tensor:
     size = entry.values * bits // 8
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=records.device)
     codes = (records[:, :size].unsqueeze(-1) >> shifts) & (2**bits - 1)
-    levels = torch.tensor([1.0, -1.0, LARGE_LEVEL, -LARGE_LEVEL], device=records.device)
+    levels = records.new_tensor(
+        [1.0, -1.0, LARGE_LEVEL, -LARGE_LEVEL], dtype=torch.float32
+    )
     values = levels[codes.reshape(-1, *entry.block_shape).int()]
     scale = _words(records[:, size:]).view(torch.bfloat16).float().unsqueeze(-1)
     return values * scale

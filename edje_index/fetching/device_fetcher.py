@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from edje_index.fetching.device_decode import decode_records_torch
-from edje_index.models.devices import resolve_device
+from edje_index.models.devices import plain_torch, resolve_device
 from storage_formats.arguments import repr_of
 from storage_formats.format.tombstones import check_row_ids
 from storage_formats.token_store import RowIds, TokenStore
@@ -43,6 +43,7 @@ class DeviceFetcher:
         torch.Size([2, 4, 16])
     """
 
+    @plain_torch()
     def __init__(
         self, store: TokenStore, device: str = "auto", buffer_bytes: int = _BUFFER_BYTES
     ) -> None:
@@ -67,6 +68,7 @@ class DeviceFetcher:
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._store, str(self.device), self._buffer_bytes)
 
+    @plain_torch()
     def fetch(self, row_ids: RowIds) -> torch.Tensor:
         """Fetch the blocks of `row_ids`, bfloat16 [k, m, d] on the device.
 

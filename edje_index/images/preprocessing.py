@@ -36,9 +36,8 @@ class Preprocessor:
         # because `normalize` does them.
         self._geometry = eval_transform(config).transforms[:-2]
         settings = preprocess_settings(config)
-        self.scale = torch.tensor([(255.0,) * 3, settings.mean, settings.std])[
-            ..., None, None
-        ]
+        scale = np.array([(255.0,) * 3, settings.mean, settings.std], np.float32)
+        self.scale = torch.from_numpy(scale[..., None, None])
         side = settings.size
         # (width, height), while `settings` has one side of a square or (height, width)
         self._size = (side, side) if isinstance(side, int) else (side[1], side[0])
@@ -55,7 +54,7 @@ class Preprocessor:
         from edje_index.images.resize import channels
 
         if out is None:
-            out = torch.empty(self.shape, dtype=torch.uint8)
+            out = torch.empty(self.shape, dtype=torch.uint8, device="cpu")
         channels(self.pixels(image).reshape(-1), out.numpy().reshape(-1))
         return out
 

@@ -30,6 +30,8 @@ from edje_index.models.adapter import COMPRESSED, Adapter
 from edje_index.models.cuda_graph import CudaGraphs
 from edje_index.models.devices import (
     autocast,
+    inference,
+    plain_torch,
     resolve_device,
     resolve_dtype,
     to_bf16_array,
@@ -125,6 +127,7 @@ class ImageEncoder:
         return cls.of(info, device=device, dtype=dtype)
 
     @classmethod
+    @plain_torch()
     def of(
         cls, info: BundleInfo, *, device: str = "auto", dtype: str = "auto"
     ) -> ImageEncoder:
@@ -175,6 +178,7 @@ class ImageEncoder:
             f" {torch.__version__}, batches of {batch_size}"
         )
 
+    @plain_torch()
     def new_batch(self, size: int, frames: int | None = None) -> torch.Tensor:
         """Return memory for `size` results of `preprocess`, uint8 [size, 3, height,
         width], or for `size` clips of `frames` frames, [size, frames, 3, height,
@@ -213,7 +217,7 @@ class ImageEncoder:
             (tokens, ml_dtypes.bfloat16 [b, m, d], rounded to nearest even;
             embeddings, unit vectors, float32 [b, embed_dim]).
         """
-        with self._launching, torch.inference_mode():
+        with self._launching, inference():
             tokens, embeddings = self._graphs(pixels)
             # If the tensors are on a GPU, these copies go to pinned memory and do not
             # wait for the GPU.
@@ -230,7 +234,7 @@ class ImageEncoder:
         """Return the tokens of `pixels`, bfloat16 [b, m, d]. The tokens stay on the
         device of the weights.
         """
-        with torch.no_grad():
+        with plain_torch(), torch.no_grad():
             return self._run(pixels)[0].bfloat16()
 
     def _run(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

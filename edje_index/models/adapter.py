@@ -312,13 +312,13 @@ def cluster_tokens(patches: Tensor, count: int) -> Tensor:
     # not depend on the other images.
     points = patches.float()
     b, n, _ = points.shape
-    draws = torch.rand(count, generator=torch.Generator().manual_seed(CLUSTER_SEED)).to(
-        points.device
-    )
+    generator = torch.Generator().manual_seed(CLUSTER_SEED)
+    draws = torch.rand(count, dtype=torch.float32, generator=generator)
+    draws = draws.to(points.device)
     rows = torch.arange(b, device=points.device)
     chosen = (draws[0] * n).long().clamp(max=n - 1).expand(b)
     drawn = [points[rows, chosen]]
-    distance = torch.full((b, n), torch.inf, device=points.device)
+    distance = points.new_full((b, n), torch.inf)
     for draw in draws[1:]:
         distance = torch.minimum(
             distance, (points - drawn[-1][:, None]).square().sum(dim=2)

@@ -7,13 +7,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from edje_index.errors import ModelError
 from storage_formats.arguments import as_text
@@ -81,6 +82,76 @@ def autocast(
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype)
+
+
+# functions of torch that create tensors
+_FACTORIES = frozenset(
+    {
+        torch.arange,
+        torch.empty,
+        torch.eye,
+        torch.full,
+        torch.linspace,
+        torch.ones,
+        torch.rand,
+        torch.randint,
+        torch.randn,
+        torch.zeros,
+    }
+)
+# those that choose the type of the tensor by their arguments
+_INFERRED = frozenset({torch.arange, torch.full, torch.randint})
+
+
+class Float32Modules(TorchFunctionMode):
+    """Context manager in which modules are made with float32 weights, whatever the
+    default data type of torch is.
+
+    The default is global, so it is not changed: other threads could notice.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func in _FACTORIES:
+            # On the device "meta", a tensor has a size but takes no memory.
+            empty = func(*args, **{**options, "device": "meta"})
+            self.check(empty)
+            if options.get("dtype") is None and (
+                func not in _INFERRED or empty.is_floating_point()
+            ):
+                options["dtype"] = torch.float32
+        return func(*args, **options)
+
+    def check(self, tensor: Tensor) -> None:
+        """Called with a tensor on the device "meta" before such a tensor is made."""
+
+
+@contextlib.contextmanager
+def plain_torch() -> Iterator[None]:
+    """Context manager and decorator in which neither the autocast nor the default
+    device of the caller counts. With a default device, the rounding of a sum can
+    differ.
+    """
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
+
+
+@contextlib.contextmanager
+def inference() -> Iterator[None]:
+    """`torch.inference_mode` with the settings of `plain_torch`."""
+    with plain_torch(), torch.inference_mode():
+        yield
 
 
 def fused_on_cuda(

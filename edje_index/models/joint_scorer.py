@@ -19,7 +19,7 @@ from torch.nn import functional
 from edje_index.errors import ModelError
 from edje_index.models.bert import Bert, BertWeights
 from edje_index.models.cuda_graph import CudaGraphs, Tensors
-from edje_index.models.devices import as_tensor
+from edje_index.models.devices import as_tensor, inference
 from edje_index.models.joint_inputs import (
     NUM_SPECIAL_TOKENS,
     JointInputs,
@@ -103,7 +103,7 @@ class JointScorer:
         """The mean of `word_vectors`, float32 [d]."""
         return self.word_vectors.mean(dim=0)
 
-    @torch.inference_mode()
+    @inference()
     def score(self, captions: str | Sequence[str], tokens: Tensor | Array) -> Tensor:
         """Return matching logits, see `JointEncoder.score`."""
         tokens = as_tensor(tokens)
@@ -121,7 +121,7 @@ class JointScorer:
         if len(set(captions)) == 1:
             captions = captions[:1]
         if not len(tokens):
-            return torch.empty(0)
+            return torch.empty(0, dtype=torch.float32)
         ids = self.tokenizer.caption_ids(captions)
         if len(ids) == 1:
             row = self._word_ids(ids)
@@ -145,7 +145,7 @@ class JointScorer:
             texts = rows[batch, : int(longest) + NUM_SPECIAL_TOKENS]
             batch_lengths = lengths_on_device[batch] if shortest < longest else None
             logits.append(self.logits(texts, tokens[images[batch]], batch_lengths))
-        result = torch.empty(len(tokens))
+        result = torch.empty(len(tokens), dtype=torch.float32)
         result[pairs] = torch.cat(logits).cpu()
         return result
 
@@ -173,7 +173,7 @@ class JointScorer:
         """
         return self.tokenizer.inputs_of_ids(captions, 0).input_ids.to(self.device)
 
-    @torch.inference_mode()
+    @inference()
     def logits(
         self,
         word_ids: Tensor,
@@ -225,7 +225,7 @@ class JointScorer:
         logits = self._head(torch.tanh(self._pooler(first)))
         return (logits[:, 0],)
 
-    @torch.inference_mode()
+    @inference()
     def sentence_vectors(self, inputs: JointInputs) -> Tensor:
         """Return the mean of the last hidden states of each row, float32 [b, d].
         Rows must not contain image tokens.

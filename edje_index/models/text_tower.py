@@ -28,6 +28,7 @@ from edje_index.models.clip_config import (
     WEIGHTS_FILE,
     ClipConfig,
 )
+from edje_index.models.devices import inference
 from edje_index.models.filesystem import write_json
 from edje_index.models.joint_inputs import (
     CLEANERS,
@@ -71,7 +72,7 @@ class TextEncoder(ABC):
         [len(texts), embed_dim].
         """
 
-    @torch.inference_mode()
+    @inference()
     def encode(
         self,
         texts: Sequence[str],

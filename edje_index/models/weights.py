@@ -15,35 +15,20 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from edje_index.errors import ModelError
+from edje_index.models.devices import Float32Modules
 from storage_formats.atomic import Json
 
 State = dict[str, Tensor]
 Module = TypeVar("Module", bound=nn.Module)
 
-# functions of torch that create tensors
-_FACTORIES = frozenset(
-    {
-        torch.arange,
-        torch.empty,
-        torch.eye,
-        torch.full,
-        torch.linspace,
-        torch.ones,
-        torch.rand,
-        torch.randint,
-        torch.randn,
-        torch.zeros,
-    }
-)
 # A model may allocate one element per byte of its weights file. Each element takes at
 # least 2 bytes in the file, so this is at least twice the number of elements in the
 # file. Some models need this many, because they allocate a tensor twice. The spare
@@ -293,7 +278,7 @@ def limited_by(weights: Path, *more: Path) -> Iterator[None]:
         ) from error
 
 
-class _Budget(TorchFunctionMode):
+class _Budget(Float32Modules):
     def __init__(self, weights: Path, length: int) -> None:
         super().__init__()
         self._weights = weights
@@ -301,26 +286,15 @@ class _Budget(TorchFunctionMode):
         self._elements = length + _SPARE_ELEMENTS
         self._tensors = length // _TENSOR_BYTES + _SPARE_TENSORS
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        options = dict(kwargs or {})
-        if func in _FACTORIES:
-            # On the device "meta", a tensor has a size but takes no memory.
-            elements = func(*args, **{**options, "device": "meta"}).numel()
-            self._tensors -= 1
-            self._elements -= elements
-            if min(self._tensors, self._elements) < 0:
-                raise ModelError(
-                    "the configuration describes a larger model than the"
-                    f" {self._length} bytes of {self._weights} can contain: restore the"
-                    " weights if they are truncated, otherwise do not use this model"
-                )
-        return func(*args, **options)
+    def check(self, tensor: Tensor) -> None:
+        self._tensors -= 1
+        self._elements -= tensor.numel()
+        if min(self._tensors, self._elements) < 0:
+            raise ModelError(
+                "the configuration describes a larger model than the"
+                f" {self._length} bytes of {self._weights} can contain: restore the"
+                " weights if they are truncated, otherwise do not use this model"
+            )
 
 
 def one_line(error: BaseException) -> str:

@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn import functional
 
 from edje_index.errors import ModelError
-from edje_index.models.devices import as_tensor
+from edje_index.models.devices import as_tensor, inference
 from edje_index.models.joint_inputs import SPECIAL_TOKEN_NAMES, JointTokenizer
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.scoring.weights import (
@@ -238,7 +238,8 @@ def word_bags(
         word_ids: token ids of the w words, ascending [w].
         weights: weight of each word [w].
     """
-    bags = torch.zeros(len(captions), len(word_ids), device=word_ids.device)
+    shape = (len(captions), len(word_ids))
+    bags = torch.zeros(shape, dtype=torch.float32, device=word_ids.device)
     if not len(word_ids):
         return bags
     rows = torch.tensor(
@@ -309,7 +310,7 @@ class Scorer:
         """Width k of the pooled vectors; 0 if the bundle has no pooled similarity."""
         return 0 if self.pooled is None else self.pooled.sizes["dim"]
 
-    @torch.inference_mode()
+    @inference()
     def images(self, tokens: torch.Tensor | Array) -> Images:
         """Return the `Images` with the stored tokens `tokens` [b, m, d]. The pooled
         vectors and the token scales are on the device of the joint encoder; the tokens
@@ -365,7 +366,7 @@ class Scorer:
         """
         return self.joint.score(captions, images.tokens)
 
-    @torch.inference_mode()
+    @inference()
     def _late_interactions(
         self, captions: Sequence[str], images: Images
     ) -> torch.Tensor:
@@ -394,7 +395,7 @@ class Scorer:
             )
         return torch.cat(values)
 
-    @torch.inference_mode()
+    @inference()
     def _pooled_similarities(
         self, captions: Sequence[str], images: Images
     ) -> torch.Tensor:
@@ -405,7 +406,7 @@ class Scorer:
         pooled = images.pooled.to(caption_vectors.device)
         return (pooled * caption_vectors).sum(dim=1)
 
-    @torch.inference_mode()
+    @inference()
     def caption_vectors(self, captions: Sequence[str]) -> torch.Tensor:
         """Return the pooled vectors of `captions`, which are unit vectors, float32
         [b, k], on the device of the joint encoder. A caption that occurs several times

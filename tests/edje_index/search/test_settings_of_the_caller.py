@@ -1,0 +1,113 @@
+"""The settings of torch in the program that calls the library change no result."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from edje_index import (
+    DeviceFetcher,
+    ImageEncoder,
+    ModelBundle,
+    TokenIndex,
+    create_untrained_bundle,
+)
+from edje_index.bundles.random_bundle import TINY
+from edje_index.evaluation.explain import explain_index
+from pipelines import build_index
+from storage_formats import TokenStore
+from tests.edje_index.search.indexes import build_photos
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "float64": lambda: default_dtype(torch.float64),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "device": lambda: torch.device("meta"),
+    "default device": lambda: default_device("meta"),
+}
+
+
+def results(root: Path, model: Path, folder: Path) -> dict[str, Any]:
+    """The results of all kinds of computations, on newly loaded models."""
+    image = Image.new("RGB", (40, 30), "red")
+    index = TokenIndex.open(root, score="logit=1,late=1,embedding=20")
+    encoder = ImageEncoder.open(model)
+    tokens, embeddings = encoder.encode(encoder.preprocess(image)[None])
+    built = build_index(
+        root.parent / "photos", folder / "index", model, engine="inline", threads=1
+    )
+    create_untrained_bundle(folder / "bundle", sizes=TINY)
+    explained = explain_index(root, (1,), query="a dog").rows[0]
+    return {
+        "search": index.search("a red canoe", 3),
+        "search with an image": index.search("a red canoe", 3, image=image),
+        "search_image": index.search_image(image, 3),
+        "search_texts": index.search_texts(image, ["a dog", "two red canoes"]),
+        "rerank": index.rerank("a dog", [0, 1]),
+        "score_pairs": index.score_pairs([("a dog", image), ("a red canoe", 1)]),
+        "encode": (tokens.tolist(), embeddings.tolist()),
+        "joint": ModelBundle.load(model).joint.score("a dog", tokens).tolist(),
+        "fetch": DeviceFetcher(index.store, "cpu").fetch([1, 0]).tolist(),
+        "build": TokenStore.open(folder / "index").fetch(range(built.rows)).tobytes(),
+        "bundle": {
+            path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in (folder / "bundle").rglob("*.safetensors")
+        },
+        "explain": (explained.words, explained.match and explained.match.parts),
+    }
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("photos")
+    root = build_photos(folder)[0]
+    return root, Path(TokenIndex.open(root).model.info.path)
+
+
+@pytest.fixture(scope="module")
+def expected(built, tmp_path_factory) -> dict[str, Any]:
+    return results(*built, tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_the_caller_change_no_result(name, built, expected, tmp_path):
+    with SETTINGS[name]():
+        found = results(*built, tmp_path)
+    changed = {key for key in expected if found[key] != expected[key]}
+    if "device" in name:
+        # With a default device, torch has no fast path for attention, which changes the
+        # rounding of the vision tower.
+        for left, right in zip(found["encode"], expected["encode"], strict=True):
+            np.testing.assert_allclose(
+                np.array(left, np.float32), np.array(right, np.float32), atol=1e-2
+            )
+        changed -= {"encode", "score_pairs"}
+        changed -= {"search_image", "search_texts", "search with an image"}
+    assert changed == set()
