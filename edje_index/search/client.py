@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import operator
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import fields
@@ -28,6 +29,14 @@ from storage_formats.extras import name_missing_extra
 if TYPE_CHECKING:
     from edje_index.search.hits import Hit, TextHit
 
+_VARIABLES = (
+    "ALL_PROXY",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "NO_PROXY",
+    "SSL_CERT_DIR",
+    "SSL_CERT_FILE",
+)
 Document = int | str | bytes
 """A document to re-rank: a row id, the uri of a row, or the bytes of an image file."""
 
@@ -72,8 +81,9 @@ class Client:
         timeout: seconds without a response after which a request fails.
 
     Raises:
-        UsageError: `url` is not a URL, or `api_key` has characters other than printable
-            ASCII, which an HTTP header cannot contain.
+        UsageError: `url` is not a URL, `api_key` has characters other than printable
+            ASCII, which an HTTP header cannot contain, or the environment variables for
+            proxies and certificates cannot be used.
 
     Examples:
         >>> from edje_index import Client
@@ -97,17 +107,20 @@ class Client:
                 parameter="api_key",
             )
         headers = {"Authorization": f"Bearer {key}"} if key else {}
+        timeout = as_number(timeout, "timeout", most=threading.TIMEOUT_MAX)
         try:
-            self._http = httpx.Client(
-                base_url=as_text(url, "url"),
-                headers=headers,
-                timeout=as_number(timeout, "timeout", most=threading.TIMEOUT_MAX),
-            )
+            base = httpx.URL(as_text(url, "url"))
         except httpx.InvalidURL as error:
             raise UsageError(
                 f"{url!r} is not a URL: {error}; give the address of a service, such"
                 " as http://127.0.0.1:8000",
                 parameter="url",
+            ) from error
+        try:
+            self._http = httpx.Client(base_url=base, headers=headers, timeout=timeout)
+        except (httpx.InvalidURL, ImportError, OSError, ValueError) as error:
+            raise UsageError(
+                f"no connection is possible: {error}{_variables()}"
             ) from error
         self.url = url.rstrip("/")
 
@@ -272,7 +285,7 @@ class Client:
         except httpx.HTTPError as error:
             raise ServiceError(
                 f"cannot reach the service at {self.url}: {error}; check the address,"
-                " and that the service is running"
+                f" and that the service is running{_variables()}"
             ) from error
         if answer.is_success:
             return answer.content
@@ -287,6 +300,19 @@ class Client:
             status=answer.status_code,
             retry_after=float(wait) if wait.isdecimal() else None,
         )
+
+
+def _variables() -> str:
+    """Return the end of an error message, which names the environment variables that
+    httpx reads. Their values are left out, because they can contain passwords.
+    """
+    names = [name for name in os.environ if name.upper() in _VARIABLES]
+    if not names:
+        return ""
+    return (
+        f"; connections follow the environment variables {', '.join(sorted(names))}:"
+        " correct or unset them"
+    )
 
 
 def _sent(value: Any, name: str = "") -> Json:

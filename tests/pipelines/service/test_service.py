@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -654,6 +655,30 @@ def test_the_client_refuses_addresses_and_keys_that_cannot_be_sent(service):
         assert isinstance(key, bytes) or "secret" not in str(refused.value)
     with Client(service.url, "a-key-from-a-file\n") as client:
         assert client.info()["indexes"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("ALL_PROXY", "socks5://127.0.0.1:1"),
+        ("ALL_PROXY", "ftp://127.0.0.1:1"),
+        ("no_proxy", "[::1]"),
+        ("SSL_CERT_FILE", "/nonexistent.pem"),
+        ("HTTP_PROXY", "http://user:secret@127.0.0.1:1"),
+    ],
+)
+def test_the_client_names_variables_of_the_environment(
+    service, monkeypatch, variable, value
+):
+    for name in (name for name in os.environ if "proxy" in name.lower()):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(variable, value)
+    with (
+        pytest.raises((UsageError, ServiceError), match=variable) as caught,
+        Client(service.url) as client,
+    ):
+        client.info()
+    assert "secret" not in str(caught.value)
 
 
 GETS = ["/healthz", "/info", "/metrics", "/thumbnails/0", "/photos/0", "/"]
