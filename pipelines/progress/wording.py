@@ -55,10 +55,16 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
+# zero-width joiners and marks of direction: they belong to the spelling of words, for
+# example in Persian and Hebrew, and of emoji, and cannot control the terminal
+_SPELLING = "\u061c\u200c\u200d\u200e\u200f"
+
+
 def printable(text: str) -> str:
     """Return `text` with every non-printable character escaped, so that no file
-    name can control the terminal.
+    name can control the terminal. Zero-width joiners and marks of direction stay.
     """
     return "".join(
-        letter if letter.isprintable() else repr(letter)[1:-1] for letter in text
+        letter if letter.isprintable() or letter in _SPELLING else repr(letter)[1:-1]
+        for letter in text
     )

@@ -352,6 +352,7 @@ byId("rank-texts").addEventListener("click", async () => {
   const found = await post("/search/texts", { ...by, texts, precision: byId("precision").value }).catch(report);
   const items = (found?.hits ?? []).map((hit) => {
     const item = document.createElement("li");
+    item.dir = "auto";
     item.textContent = `${hit.text} (score ${hit.score.toFixed(2)}, cosine ${hit.embedding_score.toFixed(4)})`;
     return item;
   });

@@ -65,6 +65,7 @@ function fail() {
 
 function element(name, content) {
   const node = document.createElement(name);
+  node.dir = "auto";
   node.append(Array.isArray(content) ? content.join("; ") : content instanceof Node ? content : `${content}`);
   return node;
 }

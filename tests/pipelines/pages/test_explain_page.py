@@ -221,7 +221,7 @@ def test_a_query_is_explained_by_words_patches_and_parts(case, run, tmp_path):
     assert sum(products) == pytest.approx(match["score"], abs=1e-4)
     assert match["score"] == pytest.approx(hit.score, abs=1e-3)
     text = " ".join(page.text)
-    assert "Why “a red dog” finds it" in text
+    assert "Why “ a red dog ” finds it" in text
     assert "product" in text
     maps = [tag for tag, _ in page.tags if tag == "img"]
     assert len(maps) >= 3, "the photo, and a map of each word"

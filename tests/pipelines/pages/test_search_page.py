@@ -12,6 +12,7 @@ import pytest
 from edje_index.inputs.containers import ARCHIVE_SUFFIXES, PARQUET_SUFFIX
 from pipelines import build_index
 from pipelines.pages import _environment
+from pipelines.progress.wording import printable
 from tests.pipelines.conftest import write_photo
 
 
@@ -118,3 +119,18 @@ def test_queries_and_names_are_escaped(index, run, tmp_path):
     assert "<img src=x onerror=alert(1)>.jpg" in text
     page, _ = page_of(index, run, tmp_path, "a dog", "--where", "width > 9999")
     assert "No photo passes the filter." in "".join(page.text)
+
+
+def test_joiners_and_marks_of_direction_are_kept(index, run, tmp_path):
+    """Words in Persian and Hebrew, and a family of emoji."""
+    spelt = "\u0645\u06cc\u200c\u062e \u05dd!\u200f \U0001f468\u200d\U0001f469"
+    page, _ = page_of(index, run, tmp_path, spelt)
+    assert f"“{spelt}”" in page.text
+    automatic = [
+        tag for tag, attributes in page.tags if attributes.get("dir") == "auto"
+    ]
+    # the query, and the name and the captions of each of 7 hits in both orders
+    assert automatic == ["h1", *["div"] * 28]
+    # The last two change the order of the letters after them.
+    controls = printable("\x1b[2J\x9b\u202e\u2067")
+    assert controls == r"\x1b[2J\x9b\u202e\u2067"
