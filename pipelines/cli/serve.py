@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from pipelines.cli.options import (
     command,
@@ -26,6 +27,7 @@ from storage_formats.extras import name_missing_extra
 
 _KEYS_VARIABLE = "EDJE_API_KEYS"
 _MIN_KEY_LETTERS = 16
+_OF_HTTP = ("--host", "--port", "--allowed-host", "--insecure", "--deadline")
 _LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]"]
 
 
@@ -98,9 +100,17 @@ def serve(
         --deadline: Maximum seconds per request; slower requests fail with HTTP status
             504.
         --mcp: Serve one assistant through the Model Context Protocol on standard input
-            and output, instead of HTTP.
+            and output, instead of HTTP. It needs no address and no API keys.
     """
     if is_mcp:
+        context = click.get_current_context()
+        for parameter in context.command.params:
+            flag = parameter.opts[0]
+            source = context.get_parameter_source(str(parameter.name))
+            if flag in _OF_HTTP and source == ParameterSource.COMMANDLINE:
+                raise UsageError(f"{flag} has no effect with --mcp: leave out {flag}")
+        if _KEYS_VARIABLE in os.environ:
+            note(f"note: {_KEYS_VARIABLE} has no effect with --mcp")
         with name_missing_extra("mcp"):
             from edje_index.search.token_index import TokenIndex
             from pipelines.service.mcp import mcp_server
