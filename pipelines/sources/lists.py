@@ -11,6 +11,7 @@ import itertools
 import os
 import sys
 import tempfile
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,14 +141,13 @@ class ListSource(Source):
         try:
             if is_url(self.path):
                 self._directory = os.path.dirname(os.fsencode(name))
-                # The temporary file is removed when this object is deleted.
-                copy = tempfile.NamedTemporaryFile(  # noqa: SIM115
-                    prefix="edje-list-", suffix=self._suffix
-                )
-                self._copy = copy
-                self._copy.write(read_remote(self.spec, MAX_INPUT_BYTES))
-                self._copy.flush()
-                self._file = self._copy.name
+                with tempfile.NamedTemporaryFile(
+                    prefix="edje-list-", suffix=self._suffix, delete=False
+                ) as copy:
+                    # The file is removed when this object is deleted.
+                    weakref.finalize(self, os.unlink, copy.name)
+                    copy.write(read_remote(self.spec, MAX_INPUT_BYTES))
+                self._file = copy.name
             os.close(open_file(os.fsencode(self._file))[0])
             if self._suffix not in TABLE_SUFFIXES:
                 return
