@@ -4,6 +4,7 @@ snapshot, and remove old snapshots.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,6 +122,14 @@ def delete_rows(
     """
     if erase:
         from pipelines.jobs.copy import compact_index
+
+        compact = functools.partial(
+            compact_index,
+            index,
+            only_shards_with_deleted=True,
+            on_event=on_event,
+            should_stop=should_stop,
+        )
     if not len(rows) and where is None and not erase:
         raise UsageError(
             "no rows are selected; give row ids or a filter",
@@ -130,12 +139,7 @@ def delete_rows(
         journal = unfinished_journal(index)
         # Finish the compaction of an interrupted erasure first.
         if journal is not None and journal.kind == "compact":
-            compact_index(
-                index,
-                only_shards_with_deleted=True,
-                on_event=on_event,
-                should_stop=should_stop,
-            )
+            compact()
     with begin(index, "delete", dry_run=dry_run) as change:
         opened = change.index
         selected, edit = deletion(opened, rows, where, with_duplicates=erase)
@@ -146,12 +150,7 @@ def delete_rows(
         on_event(
             StatusMessage("copying the other rows of the shards with deleted rows")
         )
-        number = compact_index(
-            index,
-            only_shards_with_deleted=True,
-            on_event=on_event,
-            should_stop=should_stop,
-        ).snapshot
+        number = compact().snapshot
         remove_snapshots(index, keep=1)
     return DeleteResult(
         deleted=tuple(edit.deleted),
