@@ -53,17 +53,15 @@ def cgroup_files(
         controller: "cpu" or "memory".
         version_1, version_2: names of the files in cgroups of version 1 and 2.
     """
-    mount = machine / "sys/fs/cgroup"
     for membership in _read(machine / "proc/self/cgroup").splitlines():
         _, controllers, path = membership.split(":", 2)
-        if controller in controllers.split(","):
-            root = mount / controller
-            names = version_1
-        elif not controllers:
-            # Version 2 has one hierarchy for all controllers.
-            root = mount
+        names = version_1
+        root = machine / "sys/fs/cgroup" / controller
+        # Version 2 has one hierarchy for all controllers.
+        if not controllers:
             names = version_2
-        else:
+            root = root.parent
+        elif controller not in controllers.split(","):
             continue
         for cgroup in accumulate(Path(path).parts[1:], Path.joinpath, initial=root):
             yield [_read(cgroup / name) for name in names]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from ray import cloudpickle
 
 from pipelines.engines import ray_engine
 from tests.conftest import REPO
@@ -126,6 +125,24 @@ def test_a_project_that_hides_a_module_is_told_which(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["pipelines", "storage_formats"])
+def test_a_worker_of_the_command_finds_its_packages(tmp_path, tiny_bundle, name):
+    """The working directory is in the search path of the workers alone."""
+    write_package(tmp_path, name)
+    Image.new("RGB", (40, 30)).save(tmp_path / "grey.png")
+    words = ["build", "grey.png", "--out", "out.edje", "--model", str(tiny_bundle)]
+    code = f"import sys; from {SCRIPT.replace(':', ' import ')}; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
 def test_workers_of_such_a_project_find_the_jobs(tmp_path, tiny_bundle):
     write_package(tmp_path, "pipelines")
     Image.new("RGB", (40, 30)).save(tmp_path / "grey.png")
@@ -137,26 +154,26 @@ def test_workers_of_such_a_project_find_the_jobs(tmp_path, tiny_bundle):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("names", [["pipelines"], ["storage_formats", "edje_index"]])
+@pytest.mark.parametrize("name", ["pipelines", "storage_formats", "edje_index"])
 def test_a_worker_of_ray_imports_the_packages_before_those_of_a_user(
-    tmp_path, monkeypatch, names
+    tmp_path, monkeypatch, name
 ):
     monkeypatch.chdir(tmp_path)
-    assert ray_engine._setup_hook() is None
-    (tmp_path / "pipelines").mkdir()
-    assert ray_engine._setup_hook() is None, "a folder without code hides nothing"
-    for name in names:
-        (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / name / "__init__.py").write_text("")
-    hook = cloudpickle.dumps(ray_engine._setup_hook())
+    assert not ray_engine._packages_are_hidden()
+    (tmp_path / name).mkdir()
+    assert not ray_engine._packages_are_hidden(), "a folder without code hides nothing"
+    (tmp_path / name / "__init__.py").write_text("")
+    assert ray_engine._packages_are_hidden()
+    # the order in which a worker does this
     code = (
-        "import pickle, sys; pickle.load(sys.stdin.buffer)(); import pipelines.engines,"
-        " edje_index, storage_formats.launch; print(edje_index.__file__)"
+        "import sys; from storage_formats.launch import share_package as hook; hook()"
     )
-    environment = {
-        name: value for name, value in os.environ.items() if name != "PYTHONPATH"
-    }
+    code += f"; sys.path.insert(0, {str(tmp_path)!r}); import pipelines.engines"
+    code += ", edje_index, storage_formats.errors; print(edje_index.__file__)"
     done = subprocess.run(
-        [sys.executable, "-c", code], input=hook, capture_output=True, env=environment
+        [sys.executable, "-P", "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
     )
-    assert done.stdout.decode() == f"{REPO}/edje_index/__init__.py\n", done.stderr
+    assert done.stdout == f"{REPO}/edje_index/__init__.py\n", done.stderr

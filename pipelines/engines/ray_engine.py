@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
-import importlib
+import importlib.util
 import logging
 import math
 import os
@@ -33,9 +33,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from importlib.machinery import PathFinder
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -779,7 +778,7 @@ def check_ray(address: str | None) -> None:
         UsageError: `address` is neither None, nor "auto", nor of the form host:port.
         EngineUnavailableError: no server answers.
     """
-    if find_spec("ray") is None:
+    if importlib.util.find_spec("ray") is None:
         raise ModuleNotFoundError("No module named 'ray'", name="ray")
     if address in (None, "auto"):
         return
@@ -870,11 +869,16 @@ def _initialize(stack: contextlib.ExitStack, **options: Any) -> Any:
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        hook = _setup_hook()
+        # A worker calls the hook before it looks into the directory of another project.
+        # The hook is left out where it is not needed, because it makes workers start
+        # later.
+        hook = None
+        if _packages_are_hidden():
+            hook = {"worker_process_setup_hook": "storage_formats.launch.share_package"}
         ray.init(
             log_to_driver=False,
             logging_level=logging.CRITICAL,
-            runtime_env=None if hook is None else {"worker_process_setup_hook": hook},
+            runtime_env=hook,
             **options,
         )
     finally:
@@ -884,28 +888,18 @@ def _initialize(stack: contextlib.ExitStack, **options: Any) -> Any:
     return ray
 
 
-def _setup_hook() -> Callable[[], None] | None:
-    """Return a function that a worker calls at its start, to import this project's
-    packages although another project has packages with the same names. Return None if
-    there is no such project: with a hook, workers start later.
+def _packages_are_hidden() -> bool:
+    """Return True if another project has a package with a name of this project where
+    workers may look first.
     """
-    # A worker calls the hook first. It then puts these directories of this process
-    # before all others in its search path.
+    # Ray puts these directories of this process first in the search path of a worker.
     first = [os.getcwd(), os.path.dirname(os.path.realpath(sys.argv[0]))]
     specs = (PathFinder.find_spec(name, first) for name in PACKAGES)
     # A directory without code has no origin. It hides no package.
     origins = [Path(spec.origin).resolve() for spec in specs if spec and spec.origin]
-    if len(pipelines.__path__) == 1 and all(HOME in path.parents for path in origins):
-        return None
-
-    # Ray sends a local function with its code, so the worker imports nothing for it.
-    def import_packages() -> None:
-        sys.path.insert(0, str(HOME))
-        importlib.import_module("pipelines")
-        importlib.import_module("storage_formats.launch").share_package()
-        sys.path.remove(str(HOME))
-
-    return import_packages
+    return len(pipelines.__path__) > 1 or any(
+        HOME not in path.parents for path in origins
+    )
 
 
 @contextlib.contextmanager
