@@ -6,7 +6,7 @@ Nothing is written to the index.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -328,16 +328,17 @@ def _queries(
         return list(dict.fromkeys(read_queries(path))), [], str(path)
     columns = caption_columns(index.manifest.columns)
     rng = np.random.default_rng(0)
-
-    def captions() -> Iterator[tuple[float, str, int]]:
-        tables = iter_rows(index, ["row_id", "status", *columns]) if columns else ()
-        for row in (row for table in tables for row in table.to_pylist()):
-            for text in captions_of(row) if row["status"] == INDEXED else ():
-                if text.strip():
-                    yield rng.random(), text, row["row_id"]
-
+    tables = iter_rows(index, ["row_id", "status", *columns]) if columns else ()
+    captions = (
+        (rng.random(), text, row["row_id"])
+        for table in tables
+        for row in table.to_pylist()
+        if row["status"] == INDEXED
+        for text in captions_of(row)
+        if text.strip()
+    )
     # The captions with the lowest random numbers are a random sample of all captions.
-    sample = heapq.nsmallest(_QUERIES, captions())
+    sample = heapq.nsmallest(_QUERIES, captions)
     texts = [text for _, text, _ in sample]
     return texts, [row for *_, row in sample], "captions of the index"
 

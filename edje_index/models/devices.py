@@ -99,8 +99,6 @@ _FACTORIES = frozenset(
         torch.zeros,
     }
 )
-# those that choose the type of the tensor by their arguments
-_INFERRED = frozenset({torch.arange, torch.full, torch.randint})
 
 
 class Float32Modules(TorchFunctionMode):
@@ -122,9 +120,7 @@ class Float32Modules(TorchFunctionMode):
             # On the device "meta", a tensor has a size but takes no memory.
             empty = func(*args, **{**options, "device": "meta"})
             self.check(empty)
-            if options.get("dtype") is None and (
-                func not in _INFERRED or empty.is_floating_point()
-            ):
+            if options.get("dtype") is None and empty.is_floating_point():
                 options["dtype"] = torch.float32
         return func(*args, **options)
 

@@ -6,6 +6,7 @@ import base64
 import json
 import operator
 import os
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import fields
@@ -29,14 +30,8 @@ from storage_formats.extras import name_missing_extra
 if TYPE_CHECKING:
     from edje_index.search.hits import Hit, TextHit
 
-_VARIABLES = (
-    "ALL_PROXY",
-    "HTTP_PROXY",
-    "HTTPS_PROXY",
-    "NO_PROXY",
-    "SSL_CERT_DIR",
-    "SSL_CERT_FILE",
-)
+# environment variables that httpx reads
+_VARIABLE = re.compile("(ALL|HTTPS?|NO)_PROXY|SSL_CERT_(DIR|FILE)", re.IGNORECASE)
 Document = int | str | bytes
 """A document to re-rank: a row id, the uri of a row, or the bytes of an image file."""
 
@@ -306,13 +301,9 @@ def _variables() -> str:
     """Return the end of an error message, which names the environment variables that
     httpx reads. Their values are left out, because they can contain passwords.
     """
-    names = [name for name in os.environ if name.upper() in _VARIABLES]
-    if not names:
-        return ""
-    return (
-        f"; connections follow the environment variables {', '.join(sorted(names))}:"
-        " correct or unset them"
-    )
+    names = ", ".join(sorted(filter(_VARIABLE.fullmatch, os.environ)))
+    hint = f"; connections follow the environment variables {names}: correct or unset"
+    return f"{hint} them" if names else ""
 
 
 def _sent(value: Any, name: str = "") -> Json:

@@ -22,7 +22,7 @@ import edje_index
 from edje_index.bundles.info import matching_bundle
 from edje_index.fetching.device_fetcher import DeviceFetcher
 from edje_index.indexing.faiss_index import AnnIndex
-from edje_index.models.devices import as_tensor, plain_torch
+from edje_index.models.devices import as_tensor
 from edje_index.scoring.final_score import FinalScore, relevance
 from edje_index.scoring.image_cache import ImageCache
 from edje_index.scoring.parts import Images, reads_tokens
@@ -329,7 +329,6 @@ class TokenIndex:
         min_relevance: float = ...,
     ) -> list[Hits]: ...
 
-    @plain_torch()
     def search(
         self,
         text: str | list[str] | tuple[str, ...],
@@ -593,7 +592,7 @@ class TokenIndex:
         logits[chosen] = scorer.parts(
             [LOGIT],
             [captions[pair] for pair in chosen],
-            images.at(torch.tensor(chosen, dtype=torch.int64)),
+            images.at(torch.tensor(chosen, dtype=torch.int64, device="cpu")),
         )[LOGIT]
         return logits
 
@@ -672,7 +671,6 @@ class TokenIndex:
         """
         return self.rerank_each([text], [rows], score=score)[0]
 
-    @plain_torch()
     def rerank_each(
         self,
         texts: Sequence[str],
@@ -719,7 +717,6 @@ class TokenIndex:
         )
         return self._hits(scored, len(every_row), stages, weights)
 
-    @plain_torch()
     def score_pairs(
         self,
         pairs: Sequence[Sequence[str | ImageQuery]],
@@ -787,7 +784,6 @@ class TokenIndex:
         scores: list[float] = final.sum(values).tolist()
         return scores
 
-    @plain_torch()
     def search_image(
         self, image: ImageQuery, k: int = 10, *, where: str | None = None
     ) -> Hits:
@@ -849,7 +845,6 @@ class TokenIndex:
         tokens, embeddings = encode_images(self.model.image_encoder, [image])
         return -1, tokens, embeddings[0]
 
-    @plain_torch()
     def search_texts(
         self,
         image: ImageQuery,
@@ -898,7 +893,7 @@ class TokenIndex:
         images = None
         if block is not None:
             # every pair has the image at position 0
-            same_image = torch.zeros(len(nearest), dtype=torch.int64)
+            same_image = torch.zeros(len(nearest), dtype=torch.int64, device="cpu")
             images = self.model.scorer.images(block).at(same_image)
         values = self._parts(
             final, captions, similarities[nearest], images, stages=Stages()
