@@ -10,9 +10,10 @@ this name.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 PACKAGES = ("storage_formats", "edje_index", "pipelines", "benchmarks")
@@ -21,25 +22,27 @@ HOME = Path(__file__).resolve().parents[1]
 
 def main() -> int:
     """Run the command line and return the exit code."""
-    for name in PACKAGES:
-        spec = importlib.util.find_spec(name)
-        folders = [] if spec is None else list(spec.submodule_search_locations or [])
-        if (HOME / name).is_dir() and not (
-            folders and Path(folders[0]).resolve() == HOME / name
-        ):
-            # `import name` would import the package of another project. The directory
-            # of this project therefore becomes the first of the search path, in this
-            # process and in its child processes.
-            sys.path.insert(0, str(HOME))
-            others = os.environ.get("PYTHONPATH", "")
-            os.environ["PYTHONPATH"] = os.pathsep.join(
-                [str(HOME), *filter(None, [others])]
-            )
-            importlib.invalidate_caches()
-            break
+    if are_packages_hidden(sys.path):
+        # `import name` would import the package of another project. The directory of
+        # this project therefore becomes the first of the search path, in this process
+        # and in its child processes.
+        sys.path.insert(0, str(HOME))
+        others = os.environ.get("PYTHONPATH", "")
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(HOME), *filter(None, [others])])
+        importlib.invalidate_caches()
     # This is not an import statement, because `storage_formats` must not depend on
     # `pipelines`.
     return int(importlib.import_module("pipelines.cli").main())
+
+
+def are_packages_hidden(path: Sequence[str]) -> bool:
+    """Return True if the first package with a name of this project in the search path
+    `path` is that of another project.
+    """
+    specs = (PathFinder.find_spec(name, path) for name in PACKAGES)
+    # A directory without code has no origin. It hides no package.
+    origins = [Path(spec.origin).resolve() for spec in specs if spec and spec.origin]
+    return any(HOME not in origin.parents for origin in origins)
 
 
 def share_package() -> None:

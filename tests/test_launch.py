@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from pipelines.engines import ray_engine
+from storage_formats.launch import are_packages_hidden
 from tests.conftest import REPO
 
 SCRIPT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"][
@@ -155,15 +155,14 @@ def test_workers_of_such_a_project_find_the_jobs(tmp_path, tiny_bundle):
 
 
 @pytest.mark.parametrize("name", ["pipelines", "storage_formats", "edje_index"])
-def test_a_worker_of_ray_imports_the_packages_before_those_of_a_user(
-    tmp_path, monkeypatch, name
-):
-    monkeypatch.chdir(tmp_path)
-    assert not ray_engine._packages_are_hidden()
+def test_a_worker_of_ray_imports_the_packages_before_those_of_a_user(tmp_path, name):
+    assert not are_packages_hidden([str(tmp_path)])
     (tmp_path / name).mkdir()
-    assert not ray_engine._packages_are_hidden(), "a folder without code hides nothing"
+    assert not are_packages_hidden([str(tmp_path)]), (
+        "a folder without code hides nothing"
+    )
     (tmp_path / name / "__init__.py").write_text("")
-    assert ray_engine._packages_are_hidden()
+    assert are_packages_hidden([str(tmp_path)])
     # the order in which a worker does this
     code = (
         "import sys; from storage_formats.launch import share_package as hook; hook()"

@@ -34,7 +34,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,7 +54,7 @@ from pipelines.environment import cuda_devices
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted, duration
 from storage_formats.errors import EdjeError, TaskInterrupted, UsageError
-from storage_formats.launch import HOME, PACKAGES
+from storage_formats.launch import are_packages_hidden
 
 ATTEMPTS = 5
 """Largest number of attempts at a task. If this number of workers have died or stalled
@@ -869,11 +868,12 @@ def _initialize(stack: contextlib.ExitStack, **options: Any) -> Any:
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        # A worker calls the hook before it looks into the directory of another project.
-        # The hook is left out where it is not needed, because it makes workers start
-        # later.
+        # Ray puts these directories of this process first in the search path of a
+        # worker, after the worker has called the hook. A worker with a hook starts
+        # later, so the hook is used only if it is needed.
+        first = [os.getcwd(), os.path.dirname(os.path.realpath(sys.argv[0]))]
         hook = None
-        if _packages_are_hidden():
+        if len(pipelines.__path__) > 1 or are_packages_hidden(first):
             hook = {"worker_process_setup_hook": "storage_formats.launch.share_package"}
         ray.init(
             log_to_driver=False,
@@ -886,20 +886,6 @@ def _initialize(stack: contextlib.ExitStack, **options: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)
     return ray
-
-
-def _packages_are_hidden() -> bool:
-    """Return True if another project has a package with a name of this project where
-    workers may look first.
-    """
-    # Ray puts these directories of this process first in the search path of a worker.
-    first = [os.getcwd(), os.path.dirname(os.path.realpath(sys.argv[0]))]
-    specs = (PathFinder.find_spec(name, first) for name in PACKAGES)
-    # A directory without code has no origin. It hides no package.
-    origins = [Path(spec.origin).resolve() for spec in specs if spec and spec.origin]
-    return len(pipelines.__path__) > 1 or any(
-        HOME not in path.parents for path in origins
-    )
 
 
 @contextlib.contextmanager
