@@ -64,7 +64,7 @@ demo: $(VENV)/.demo
 
 # Takes ten minutes at most. Without a GPU, everything runs on the CPU, and the report says so.
 gpu-check: $(VENV)/.demo
-	$(BIN)/python -m benchmarks.gpu_check $(PHOTOS) --report benchmarks/results
+	$(BIN)/edje-index bench gpu $(PHOTOS) --report benchmarks/results
 
 # Each extra has a clean environment, in which commands run that need the extra.
 release: $(VENV)/.release

@@ -1,220 +1,245 @@
-"""Compares the processor time and memory of an index build with a loop that only
-decodes and encodes images.
+"""Compares builds with a loop that only prepares and encodes photos. Linux only.
 
-Linux only. The loop and one build per engine run alternately. Each run is a new
-process.
+Without a model, the encoder returns constants, which costs nothing. The rates are then
+the highest that a build can reach, at which photos are read, decoded and resized.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
-import resource
-import shutil
-import statistics
-import subprocess
-import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 
-from benchmarks.process import call_in_process
+from benchmarks.harness import Say, Task, run
 from benchmarks.report import Report
-from pipelines.environment import environment
-from storage_formats.errors import EdjeError
+from edje_index import __version__
+from edje_index.bundles.random_bundle import UntrainedSizes, create_untrained_bundle
+from edje_index.images.decode import decode_rgb
+from edje_index.indexing.image_encoder import ImageEncoder
+from pipelines.jobs.build import build_index
+from storage_formats.codecs import BF16
+from storage_formats.errors import UsageError
 
-# batch size that a build uses by default, by device
+BARE = "bare loop"
 _BATCH = {"cpu": 8, "cuda": 128}
-_THREADS = 2
-# workers of a build, by device; two workers share a GPU
-_WORKERS = {"cpu": 1, "cuda": 2}
+# sizes of the images that are prepared if there is no model, and of its bundle
+_SIZES = (224, 384)
+_FREE = {"patch_size": 32, "vision_width": 64, "vision_layers": 2}
 # option of prctl(2), from <linux/prctl.h>
 _PR_SET_CHILD_SUBREAPER = 36
-_SAMPLE_SECONDS = 0.5
+_SAMPLE_SECONDS = 0.2
+_EXTENSIONS = {".jpg", ".jpeg", ".png"}
+METHOD = """- photos/s: of a build, from the end of its first shards to the end of the
+  last. The bare loop decodes, resizes and encodes in one thread.
+- CPU: processor time per photo of the process and its descendants; and of this process
+  alone, which runs the model in an inline build.
+- Memory: largest sum of the proportional set sizes of all processes.
+- Read, decode, wait, encode, write: seconds of a build. The model waits for photos."""
 
 
 def bench_build(
-    images: Sequence[Path],
-    model: Path,
+    photos: Path,
+    say: Say,
+    report_folder: Path | None = None,
     *,
-    repeats: int = 3,
-    engines: Sequence[str] = ("inline", "ray"),
+    model: Path | None = None,
+    images: int = 1000,
     device: str = "cpu",
+    repeats: int = 3,
 ) -> Report:
-    """Measure all runs on `images`, and return a report that compares each engine with
-    the loop.
+    """Run the benchmark and return the report.
+
+    The arguments are options of `edje-index bench build`.
+
+    Raises:
+        UsageError: `photos` contains no photos.
+    """
+    find_photos(photos)
+    bundles: dict[str, tuple[str, Report | None]] = {
+        f"no model, {size} pixels": (f"../{size}", {**_FREE, "image_size": size})
+        for size in _SIZES
+    }
+    workers = {BARE: 1, "inline": 1}
+    if model is not None:
+        bundles = {model.name: (str(model.resolve()), None)}
+        workers["ray"] = 2
+    given = [str(photos.resolve()), images, device, model is None]
+    tasks = [
+        Task(
+            "Builds",
+            f"{images} photos, {name}",
+            subject,
+            "benchmarks.build:measure",
+            [subject, count, *bundle, *given],
+            repeat,
+            images / 20,
+        )
+        for name, bundle in bundles.items()
+        for repeat in range(repeats)
+        for subject, count in workers.items()
+    ]
+    about = {
+        "name": "build",
+        "title": "Builds",
+        "command": f"edje-index bench build {photos.name} --images {images}",
+        "settings": {},
+        "subjects": {
+            name: (__version__, f"{count} workers") for name, count in workers.items()
+        },
+        "reference": BARE,
+        "overview": "",
+        "notes": [],
+        "method": METHOD,
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        scratch = Path(directory, "scratch")
+        return run(about, tasks, scratch, scratch, say, report_folder=report_folder)
+
+
+def find_photos(folder: Path) -> list[Path]:
+    """Return the photos in `folder`."""
+    paths = [path for path in folder.rglob("*") if path.suffix.lower() in _EXTENSIONS]
+    if not paths:
+        raise UsageError(f"{folder} has no photos: give a folder with JPEG files")
+    return sorted(paths)
+
+
+def measure(
+    subject: str,
+    workers: int,
+    model: str,
+    sizes: Report | None,
+    photos: str,
+    images: int,
+    device: str,
+    is_free: bool,
+) -> Iterator[Report]:
+    """Encode `images` photos of the folder `photos`, from the first again after the
+    last.
 
     Args:
-        repeats: number of runs of the loop and of each engine.
-        device: "cpu" or "cuda".
+        subject: `BARE`, or the engine of a build.
+        model: directory of the bundle.
+        sizes: if the bundle is missing, one with random weights of these
+            `UntrainedSizes` is written.
+        is_free: True if the encoder returns constants.
     """
-    runs: dict[str, list[Report]] = {"bare loop": []}
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "images.jsonl"
-        index = Path(folder) / "index"
-        # Paths in a list are relative to the directory of the list, so write absolute
-        # paths.
-        lines = [json.dumps({"path": str(path.absolute())}) + "\n" for path in images]
-        source.write_text("".join(lines))
-        python = [sys.executable, "-m"]
-        loop = [*python, "benchmarks.build", str(source), str(model), device]
-        commands = {"bare loop": loop}
-        for engine in engines:
-            options = (
-                f"--engine {engine} --device {device} --workers {_WORKERS[device]}"
-                f" --threads {_THREADS} --json --quiet"
-            ).split()
-            build = [*python, "pipelines.cli", "build", str(source), *options]
-            commands[engine] = [*build, "--out", str(index), "--model", str(model)]
-            runs[engine] = []
-        for _ in range(repeats):
-            for name, command in commands.items():
-                shutil.rmtree(index, ignore_errors=True)
-                runs[name].append(call_in_process("benchmarks.build:measure", *command))
-    settings = {
-        "images": len(images),
-        "model": model.name,
-        "device": device,
-        "threads": _THREADS,
-        "batch_size": _BATCH[device],
-        "repeats": repeats,
-        "engines": list(engines),
+    if sizes is not None and not Path(model).exists():
+        create_untrained_bundle(model, sizes=UntrainedSizes(**sizes))
+    if is_free:
+        ImageEncoder.encode = _constants  # type: ignore[method-assign]
+    paths = [*itertools.islice(itertools.cycle(find_photos(Path(photos))), images)]
+    with costs() as cost, tempfile.TemporaryDirectory(dir=".") as folder:
+        if subject == BARE:
+            values = bare_loop(paths, model, device)
+        else:
+            values = build(paths, Path(folder), model, device, subject, workers)
+    values |= {
+        "CPU ms": 1e3 * cost["cpu"] / images,
+        "CPU ms of this process": 1e3 * cost["own"] / images,
+        "memory MiB": cost["peak"] / 2**20,
     }
-    summary = {}
-    for name, of_name in runs.items():
-        # Ratios and differences compare a build with the loop of the same round.
-        rounds = list(zip(of_name, runs["bare loop"], strict=True))
-        stages = {
-            stage: statistics.median(
-                run["stdout"]["stage_seconds"][stage] for run in of_name
-            )
-            for stage in of_name[0]["stdout"]["stage_seconds"]
-        }
-        summary[name] = {
-            **{
-                key: statistics.median(run[key] for run in of_name)
-                for key in ("wall", "cpu", "peak_pss")
-            },
-            "cpu_ratio": statistics.median(a["cpu"] / b["cpu"] for a, b in rounds),
-            "extra_pss": statistics.median(
-                a["peak_pss"] - b["peak_pss"] for a, b in rounds
-            ),
-            "stage_seconds": stages,
-            "model_images_per_second": len(images) / stages["encode"],
-        }
-    return {
-        "environment": environment(),
-        "settings": settings,
-        "runs": runs,
-        "summary": summary,
-    }
+    yield {"case": "", "values": values}
 
 
-def report_lines(report: Report) -> Iterator[str]:
-    """Yield the lines of the report as text."""
-    for name, row in report["summary"].items():
-        yield (
-            f"{name:10} cpu {row['cpu']:8.1f} s  x{row['cpu_ratio']:.3f}   wall"
-            f" {row['wall']:8.1f} s   memory {row['peak_pss'] / 2**20:6.0f} MiB"
-            f" ({row['extra_pss'] / 2**20:+.0f})"
-        )
-        stages = "  ".join(
-            f"{stage} {seconds:.1f}" for stage, seconds in row["stage_seconds"].items()
-        )
-        yield (
-            f"{'':10} seconds per stage: {stages}   model"
-            f" {row['model_images_per_second']:.1f} images/s"
-        )
-
-
-def bare_loop(image_list: str, model: str, device: str) -> Report:
-    """Do the minimum work of a build: decode and preprocess every image in the list,
-    and run the model.
-
-    Returns:
-        The number of images, and the seconds of both stages.
+def build(
+    photos: Sequence[Path],
+    folder: Path,
+    model: str,
+    device: str,
+    engine: Any,
+    workers: int,
+) -> dict[str, float]:
+    """Build an index of photos, each of which may occur several times. Return its rate
+    and the seconds of each stage.
     """
-    from PIL import Image
+    source = folder / "photos.jsonl"
+    lines = (json.dumps({"path": str(path)}) + "\n" for path in photos)
+    source.write_text("".join(lines))
+    shard = 2 * _BATCH[device]
+    ends = [time.perf_counter()]
 
-    from edje_index.indexing.image_encoder import ImageEncoder
+    def on_event(event: Any) -> None:
+        if getattr(event, "finished_shard", None) is not None:
+            ends.append(time.perf_counter())
 
-    encoder = ImageEncoder.open(model, device=device, threads=_THREADS)
-    size = _BATCH[device]
-    paths = [
-        json.loads(line)["path"] for line in Path(image_list).read_text().splitlines()
-    ]
-    batch = encoder.new_batch(size)
-    count = 0
-    decode_seconds = 0.0
-    model_seconds = 0.0
-    for start in range(0, len(paths), size):
-        started = time.perf_counter()
-        part = paths[start : start + size]
+    result = build_index(
+        source,
+        folder / "index",
+        model,
+        engine=engine,
+        workers=workers,
+        shard_size=shard,
+        device=device,
+        on_event=on_event,
+    )
+    # The first shard of each worker includes its start.
+    skipped = workers if len(ends) > workers + 1 else 0
+    rate = (len(photos) - skipped * shard) / (ends[-1] - ends[skipped])
+    stages = {f"{name} s": seconds for name, seconds in result.stage_seconds.items()}
+    return {"photos/s": rate, **stages}
+
+
+def bare_loop(paths: Sequence[Path], model: str, device: str) -> dict[str, float]:
+    """Decode, resize and encode photos in this thread. Return the rate."""
+    encoder = ImageEncoder.open(model, device=device)
+    batch = encoder.new_batch(_BATCH[device])
+    started = time.perf_counter()
+    for start in range(0, len(paths), len(batch)):
+        part = paths[start : start + len(batch)]
         for position, path in enumerate(part):
-            with Image.open(path) as image:
-                encoder.preprocess(image.convert("RGB"), batch[position])
-        loaded = time.perf_counter()
+            encoder.preprocess(decode_rgb(path.read_bytes()), batch[position])
         encoder.encode(batch[: len(part)])
-        count += len(part)
-        decode_seconds += loaded - started
-        model_seconds += time.perf_counter() - loaded
-    return {
-        "images": count,
-        "stage_seconds": {"decode": decode_seconds, "encode": model_seconds},
-    }
+    return {"photos/s": len(paths) / (time.perf_counter() - started)}
 
 
-def measure(*command: str) -> Report:
-    """Run a command that prints a JSON object, and return the cost of the command and
-    its descendants.
+def _constants(encoder: ImageEncoder, pixels: Any) -> tuple[Any, Any]:
+    embeddings = np.zeros((len(pixels), encoder.embed_dim), np.float32)
+    embeddings[:, 0] = 1
+    return np.zeros((len(pixels), *encoder.block_shape), BF16), embeddings
 
-    Returns:
-        `wall`: seconds; `cpu`: user and system seconds; `peak_pss`: largest sampled sum
-        of the proportional set sizes of all processes, in bytes; `stdout`: the object
-        that the command printed.
+
+@contextlib.contextmanager
+def costs() -> Iterator[dict[str, float]]:
+    """Yield a dictionary that has, after the block, the processor seconds `own` of this
+    process, and `cpu` and `peak` of this process and its descendants. `peak` is the
+    largest sum of the proportional set sizes, in bytes.
     """
     # Daemons of Ray outlive the process that started them. As a subreaper, this process
     # becomes their parent and can measure them.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    peak = 0
-    cpu_of_process = dict[int, float]()
     here = psutil.Process()
-    started = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-        process = subprocess.Popen(command, stdout=stdout, stderr=stderr)
-        while process.poll() is None:
-            pss = 0
-            for child in here.children(recursive=True):
-                # psutil raises an error if the child ended after it was listed.
+    seconds: dict[int, float] = {}
+    cost = {"peak": 0.0}
+    before = time.process_time()
+    ended = threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(_SAMPLE_SECONDS):
+            memory = 0
+            for process in [here, *here.children(recursive=True)]:
+                # psutil raises an error if the process ended after it was listed.
                 with contextlib.suppress(psutil.Error):
-                    times = child.cpu_times()
-                    cpu_of_process[child.pid] = max(
-                        cpu_of_process.get(child.pid, 0.0), times.user + times.system
-                    )
-                    pss += child.memory_full_info().pss
-            peak = max(peak, pss)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_SAMPLE_SECONDS)
-        wall = time.perf_counter() - started
-        stdout.seek(0)
-        stderr.seek(0)
-        if process.returncode:
-            raise EdjeError(
-                f"'{' '.join(command[:4])} ...' failed:"
-                f" {' '.join(stderr.read().splitlines()[-3:])}"
-            )
-        printed = json.load(stdout)
-    # `usage` includes only children that have ended. The sampled times also include
-    # daemons that are still running, but miss the time after the last sample of each
-    # process. The larger sum is nearer to the true time.
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = max(usage.ru_utime + usage.ru_stime, sum(cpu_of_process.values()))
-    return {"wall": wall, "cpu": cpu, "peak_pss": peak, "stdout": printed}
+                    memory += process.memory_full_info().pss
+                    seconds[process.pid] = sum(process.cpu_times()[:2])
+            cost["peak"] = max(cost["peak"], memory)
 
-
-if __name__ == "__main__":
-    print(json.dumps(bare_loop(*sys.argv[1:])))
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    try:
+        yield cost
+    finally:
+        ended.set()
+        sampler.join()
+    seconds[here.pid] = cost["own"] = time.process_time() - before
+    cost["cpu"] = sum(seconds.values())

@@ -4,67 +4,41 @@ printing of its results.
 
 from __future__ import annotations
 
-import itertools
 import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks.report import Report
 from pipelines.cli.options import (
     FILE,
     PATH,
     POSITIVE,
     Command,
-    dtype_option,
-    images_option,
+    device_option,
     json_option,
     model_option,
     option,
-    score_option,
     stored_precisions_option,
 )
 from pipelines.cli.output import note, wants_json
-from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec
 
-_EXISTING = click.Path(exists=True, path_type=Path)
-_FOLDER = click.Path(file_okay=False, path_type=Path)
-
-
+_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 _report_option = click.option(
-    "--report", type=_FOLDER, help="Directory for the report, in Markdown and JSON."
+    "--report",
+    "report_folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Directory for the report, in Markdown and JSON, with a picture.",
 )
-
-
-def _finish(
-    report: Report,
-    lines: Sequence[str],
-    folder: Path | None = None,
-    name: str = "",
-) -> None:
-    """Print a report as `lines`, or as one JSON object with --json. If `folder` is
-    given, also write the report to two files in `folder`, one with the lines and one
-    with the JSON object. The names of the files consist of the date and `name`.
-    """
-    if folder is not None:
-        from edje_index.evaluation.report import write_report
-
-        dated = f"{report['environment']['date']}-{name}"
-        write_report(folder, "\n".join(lines) + "\n", report, dated)
-        note(f"wrote {folder / dated}.md and .json")
-    # `print_json` would sort the keys. Here they keep the order of the measurements.
-    text = json.dumps(report, default=str) if wants_json() else "\n".join(lines)
-    click.echo(text)
 
 
 @click.group()
 def bench() -> None:
-    """Run a benchmark: fetching, codecs, building, scoring, serving, whole systems, or
-    the tables of the paper.
+    """Run a benchmark: fetching, building, searching, a GPU, or the tables of the
+    paper.
 
     Results are medians over several runs. From machine to machine, ratios vary less
     than durations.
@@ -72,6 +46,36 @@ def bench() -> None:
 
 
 bench.command_class = Command
+
+
+def _print(report: dict[str, Any], lines: Iterable[str]) -> None:
+    """Print a report as one JSON object with --json, otherwise as `lines`."""
+    # `print_json` would sort the keys. Here they keep the order of the measurements.
+    text = json.dumps(report, default=str) if wants_json() else "\n".join(lines)
+    click.echo(text)
+
+
+def _run(
+    benchmark: Callable[..., dict[str, Any]], *arguments: Any, **options: Any
+) -> int:
+    """Run a benchmark and print its report. Return 1 if a run failed or if its result
+    was wrong.
+    """
+    from benchmarks.report import report_lines
+
+    # SIGTERM raises KeyboardInterrupt, which also ends the process of the current run.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        report = benchmark(*arguments, note, **options)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    _print(report, report_lines(report))
+    bad = [
+        row
+        for row in report["rows"]
+        if row["case"] == "failed" or "WRONG" in "".join(row["problems"])
+    ]
+    return int(bool(bad))
 
 
 @bench.command("make-synthetic")
@@ -92,16 +96,11 @@ def make_synthetic_command(out: Path, rows: int, precisions: tuple[str, ...]) ->
     """
     from benchmarks.synthetic import make_synthetic
 
-    spec = IndexSpec(
-        rows,
-        SHARD_SIZE,
-        (64, 384),
-        embed_dim=384,
-        precisions=tuple(dict.fromkeys(precisions)),
-    )
+    names = tuple(dict.fromkeys(precisions))
+    spec = IndexSpec(rows, SHARD_SIZE, (64, 384), embed_dim=384, precisions=names)
     make_synthetic(out, spec)
     report = {"index": str(out), "rows": rows, "shards": spec.shards}
-    _finish(report, [f"{rows} rows in {spec.shards} shards"])
+    _print(report, [f"{rows} rows in {spec.shards} shards"])
 
 
 @bench.command("fetch")
@@ -113,11 +112,11 @@ def make_synthetic_command(out: Path, rows: int, precisions: tuple[str, ...]) ->
 @option("--repeats", POSITIVE, default=5)
 @_report_option
 @json_option
-def fetch_command(index: Path, report: Path | None, **options: Any) -> None:
+def fetch_command(index: Path, **options: Any) -> int:
     """Measure how fast blocks of INDEX are fetched, and compare the rate with the disk
     and with other libraries. Linux only.
 
-    The first line says how long the benchmark takes. The libraries of the extra `bench`
+    The first lines say how long the benchmark takes. The libraries of the extra `bench`
     are compared if they are installed. Some libraries need a copy of the blocks, which
     is written beside INDEX and removed at the end. If the command is interrupted, run
     it again to continue.
@@ -132,196 +131,126 @@ def fetch_command(index: Path, report: Path | None, **options: Any) -> None:
             other stored precisions, only the large fetch of this package is
             measured.  [default: all stored precisions]
         --pool: Number of blocks per large fetch, limited to half the rows of the index.
-        --quick: Take at most three minutes: fewer runs, only the first GiB of the
-            index, and other libraries at one precision only.
+        --quick: Take about three minutes on an idle machine: fewer runs, other
+            libraries at one precision only, and only the first GiB of the index, which
+            may fit in a cache of the drive.
         --paper: Repeat only the test of the EDJE paper: 50,000 of 100,000 blocks,
             contiguous and random.
         --repeats: Number of runs of each measurement.
     """
-    from benchmarks.fetch.bench import bench_fetch
-    from benchmarks.fetch.report import draw, report_lines
+    from benchmarks.fetch import bench_fetch
 
-    # SIGTERM raises KeyboardInterrupt, which also ends the process of the current run.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        result = bench_fetch(index, note, **options)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    picture = None
-    if report is not None:
-        picture = f"{result['environment']['date']}-fetch.png"
-        report.mkdir(parents=True, exist_ok=True)
-        with name_missing_extra("bench"):
-            draw(result["rows"], report / picture)
-    _finish(result, list(report_lines(result, picture)), report, "fetch")
-
-
-@bench.command("quantize")
-@json_option
-def quantize_command() -> None:
-    """Measure the speed of codecs, without and with an offset.
-
-    Rates are in GB/s of bfloat16 tokens. The task "gather" decodes random records in
-    the page cache.
-
-    \b
-    Example:
-      edje-index bench quantize
-    """
-    from benchmarks.quantize import bench_quantize, report_lines
-
-    report = bench_quantize()
-    _finish(report, list(report_lines(report)))
+    return _run(bench_fetch, index, **options)
 
 
 @bench.command("build")
-@click.argument("photos", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@option("--model", _EXISTING, required=True)
+@click.argument("photos", type=_FOLDER)
+@option("--model", _FOLDER)
 @option("--images", POSITIVE, default=1000)
 @option("--device", click.Choice(["cpu", "cuda"]), default="cpu")
+@_report_option
 @json_option
-def build_command(photos: Path, model: Path, images: int, device: str) -> None:
-    """Compare the cost of `edje-index build` with a loop that only decodes and encodes
-    images. Linux only.
+def build_command(photos: Path, **options: Any) -> int:
+    """Compare builds with a loop that decodes, resizes and encodes photos in one
+    thread. Linux only.
 
-    Both engines are measured, with two threads: on a CPU in float32, on a GPU in
-    bfloat16. The cost is processor time and memory. For the loop and for each engine, a
-    second line shows the seconds per stage, and the images per second of the model
-    alone. In a build, "read" and "decode" run beside the model, and "wait" is the time
-    that the model waits for them.
+    Without --model, the model costs nothing. The benchmark then measures how many
+    photos per second are prepared, which is the highest rate that any model can reach.
+    With --model, both engines are measured.
 
     \b
-    Example:
+    Examples:
+      edje-index bench build ~/photos
       edje-index bench build ~/photos --model model/ --images 2000
 
     Options:
-        --model: Directory of the model bundle.
+        --model: Directory of the model bundle.  [default: a model that costs nothing]
         --images: Number of images to index. If PHOTOS has fewer images, images are used
             several times.
         --device: Device that runs the model.
     """
-    from benchmarks.build import bench_build, report_lines
+    from benchmarks.build import bench_build
 
-    paths = sorted(path for path in photos.rglob("*.jpg") if path.is_file())
-    if not paths:
-        raise click.UsageError(
-            f"{photos} contains no .jpg files; choose another directory"
-        )
-    used = list(itertools.islice(itertools.cycle(paths), images))
-    report = bench_build(used, model, device=device)
-    _finish(report, list(report_lines(report)))
+    return _run(bench_build, photos, **options)
 
 
-@bench.command("rerank")
-@option("--model", _EXISTING)
-@option("--index", _EXISTING)
-@score_option
-@option("--pool", POSITIVE, default=100)
-@option("--device", default="auto", metavar="NAME")
-@dtype_option
-@json_option
-def rerank_command(**options: Any) -> None:
-    """Measure the joint encoder in pairs per second, and the duration of each stage of
-    a query.
-
-    \b
-    Examples:
-      edje-index bench rerank --model model/ --index photos.edje
-      edje-index bench rerank --index photos.edje --score logit
-
-    Options:
-        --model: Directory of the model bundle.  [default: random weights with the sizes
-            of MiniLM-L12]
-        --index: Index to search. Each stage of a query is then measured, too.
-        --pool: Number of candidates per query.
-        --device: Device that runs the model: auto, cpu, cuda or cuda:N.
-    """
-    from benchmarks.rerank import bench_rerank, report_lines
-
-    report = bench_rerank(**options)
-    _finish(report, list(report_lines(report)))
-
-
-@bench.command("serve")
+@bench.command("search")
 @click.argument("index", type=PATH)
-@option("--queries", FILE, required=True)
+@option("--queries", FILE)
 @model_option
 @option("--pool", POSITIVE, key="pools", multiple=True, default=(100,))
-@option("--seconds", click.FloatRange(1), default=20.0)
+@option("--only", click.Choice(["rerank", "late", "serve"]), multiple=True)
+@option("--seconds", click.FloatRange(1), default=10.0)
+@device_option
 @_report_option
 @json_option
-def serve_command(
-    index: Path, queries: Path, report: Path | None, **options: Any
-) -> None:
-    """Measure the latency of `edje-index serve` under increasing load.
+def search_command(index: Path, queries: Path | None, **options: Any) -> int:
+    """Measure searches of INDEX: the joint encoder in pairs per second, the stages of a
+    query, late interaction beside other libraries, and the service under load. Linux
+    only.
 
-    The report also gives the highest load that the service keeps up with.
-
-    Searches are sent at random times (a Poisson process) and do not wait for earlier
-    responses. The latency is measured from the planned time of a search.
+    In late interaction, this package is measured in every stored precision, and FAISS
+    with each library of `bench fetch`. For the service, the load grows until the
+    service does not keep up with it. Searches are sent at random times (a Poisson
+    process) and do not wait for earlier responses.
 
     \b
     Examples:
-      edje-index bench serve photos.edje --queries captions.txt
-      edje-index bench serve photos.edje --queries captions.txt \\
-        --pool 10 --pool 100 --pool 1000 --report out
+      edje-index bench search photos.edje --queries captions.txt
+      edje-index bench search photos.edje --only rerank
+      edje-index bench search photos.edje --queries captions.txt \\
+        --pool 20 --pool 100 --report out
 
     Options:
-        --queries: Text file with one query per line, or .jsonl file with the key
-            `query`.
-        --pool: Number of candidates per search; repeatable.
-        --seconds: Duration of each measurement in seconds.
+        --queries: Text file with one query per line, or .jsonl file, for the service.
+        --pool: Number of candidates per query; repeatable.
+        --only: Measure only this workload; repeatable.  [default: all]
+        --seconds: Duration of each load of the service in seconds.
     """
-    with name_missing_extra("serve"):
-        from benchmarks.serve import bench_serve, report_lines
+    from benchmarks.search import bench_search
     from edje_index.search.query import read_queries
 
-    result = bench_serve(index, read_queries(queries), note, **options)
-    _finish(result, list(report_lines(result)), report, "serve")
+    texts = read_queries(queries) if queries else []
+    return _run(bench_search, index, queries=texts, **options)
 
 
-@bench.command("end-to-end")
-@click.argument("index", type=PATH)
-@click.argument("captions", type=PATH)
-@images_option
-@model_option
-@option("--folder", PATH, required=True)
-@option("--queries", POSITIVE, default=200)
+@bench.command("gpu")
+@click.argument("photos", type=_FOLDER)
+@option("--part", key="parts", multiple=True)
+@option("--seconds", click.FloatRange(1), default=540.0)
+@option("--tiny", bool)
 @_report_option
 @json_option
-def end_to_end_command(
-    index: Path, captions: Path, report: Path | None, **options: Any
-) -> None:
-    """Compare whole search systems on the same images: recall, latency, memory and
-    bytes per image.
+def gpu_command(photos: Path, **options: Any) -> int:
+    """Check whether the results on a GPU are right, and measure how near the rates come
+    to the limits of the device.
 
-    All systems get the embeddings and tokens of INDEX. The queries are the captions in
-    the file CAPTIONS. If a system is not installed or fails, the report names it with
-    the reason, and the other systems are measured.
-
-    The systems rank by late interaction: this package in four precisions, and FAISS
-    with each library of `bench fetch`.
+    Models have the sizes of the EDJE paper and random weights, so no model files are
+    needed. Each result is printed and saved as soon as it is measured. If a part fails,
+    the next part still runs. Without a GPU, everything runs on the CPU, and the report
+    says so.
 
     \b
-    Example:
-      edje-index bench end-to-end photos.edje captions.jsonl \\
-        --folder /mnt/nvme/scratch --report out
+    Examples:
+      edje-index bench gpu ~/photos --report out
+      edje-index bench gpu ~/photos --tiny
 
     Options:
-        --folder: Directory for the files of all systems, which are removed at the end.
-        --queries: Number of captions to search for.
+        --part: Run only this part: limits, decode, score, pool, search, encode or
+            train; repeatable.  [default: all]
+        --seconds: Time limit. A part that needs more than what is left is skipped.
+        --tiny: Rehearse with small models, which are fast enough for a CPU.
     """
-    from benchmarks.end_to_end import bench_end_to_end, report_lines
+    from benchmarks.gpu import bench_gpu
 
-    result = bench_end_to_end(index, captions, say=note, **options)
-    _finish(result, list(report_lines(result)), report, "end-to-end")
+    return _run(bench_gpu, photos, **options)
 
 
 @bench.command("paper")
 @click.argument("experiments", metavar="[EXPERIMENT]...", nargs=-1)
-@option("--data", _EXISTING, required=True)
+@option("--data", _FOLDER, required=True)
 @option("--out", PATH, required=True)
-@option("--config", _EXISTING)
+@option("--config", FILE)
 @option("--model")
 @option("--commands", bool, key="listing")
 @json_option
@@ -334,8 +263,8 @@ def paper_command(
     """Repeat the tables and figures of the EDJE paper, and compare the results with the
     published values.
 
-    Without EXPERIMENT, the command lists the experiments or, if --model is given, runs
-    those that need no training. 'all' runs every experiment.
+    'all' runs every experiment. With --model and without EXPERIMENT, the command runs
+    those that need no training.
     To continue after an interruption, run the same command again: finished models and
     indexes in --out are used again.
 
@@ -344,7 +273,6 @@ def paper_command(
 
     \b
     Examples:
-      edje-index bench paper --data data --out study
       edje-index bench paper tokens --data data --out study --commands
       edje-index bench paper all --data data --out study
       edje-index bench paper --model edje --data data --out study
@@ -360,8 +288,8 @@ def paper_command(
     from benchmarks.paper.experiments import (
         EXPERIMENTS,
         OF_A_MODEL,
-        report_lines,
         run_experiments,
+        table_lines,
     )
     from benchmarks.paper.study import Study
     from pipelines.jobs.hub import find_model
@@ -370,28 +298,14 @@ def paper_command(
     if model is not None:
         names = names or OF_A_MODEL
         options["model"] = find_model(model, note)
-    for name in names:
-        if name not in EXPERIMENTS:
-            raise click.UsageError(
-                f"there is no experiment '{name}': choose from"
-                f" {', '.join(EXPERIMENTS)}, or 'all'"
-            )
-    if not names:
-        _finish(
-            {"experiments": list(EXPERIMENTS)},
-            [f"{name:16} {each.title}" for name, each in EXPERIMENTS.items()],
-        )
-        return 0
+    if not names or set(names) - set(EXPERIMENTS):
+        raise click.UsageError(f"choose from {', '.join(EXPERIMENTS)}, or 'all'")
     study = Study(
         say=lambda line: click.echo(line, err=not listing), listing=listing, **options
     )
     reports = run_experiments(names, study)
-    if listing:
-        return 0
-    _finish(
-        reports,
-        [line for report in reports.values() for line in (*report_lines(report), "")],
-    )
-    return (
-        1 if all(report["state"] == "needs data" for report in reports.values()) else 0
-    )
+    if not listing:
+        tables = [*map(table_lines, reports.values())]
+        _print(reports, [line for lines in tables for line in (*lines, "")])
+    states = {report["state"] for report in reports.values()}
+    return int(not listing and states == {"needs data"})

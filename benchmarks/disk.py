@@ -16,29 +16,21 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-COLD = 0.01
-"""A run is cold if at most this fraction of the pages of its files is in the page cache
-when it starts.
-"""
+# A run is cold if at most this fraction of the pages of its files is in the page cache
+# when it starts.
+_COLD = 0.01
 WARM = 0.99
 """A run is warm if at least this fraction of the pages of its files is in the page
 cache when it starts.
 """
 _ATTEMPTS = 3
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
-_QUEUE = (
-    "logical_block_size",
-    "max_sectors_kb",
-    "nr_requests",
-    "read_ahead_kb",
-    "rotational",
-)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def evict(files: Iterable[Path]) -> float:
-    """Evict `files` from the page cache. Return the fraction of pages that could
-    not be evicted.
+def evict(files: Iterable[Path]) -> dict[str, str]:
+    """Evict `files` from the page cache. Return the `problem` of a cold run if too many
+    of their pages are still cached, otherwise an empty dictionary.
     """
     paths = list(files)
     for attempt in range(_ATTEMPTS):
@@ -50,15 +42,15 @@ def evict(files: Iterable[Path]) -> float:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(fd)
-        if (left := resident(paths)) <= COLD:
-            break
+        if (left := resident(paths)) <= _COLD:
+            return {}
         if attempt and os.access(_DROP_CACHES, os.W_OK):
             os.sync()
             _DROP_CACHES.write_text("1")
         # Pages that are being written to the disk cannot be dropped. Wait until the
         # disk has written them.
         time.sleep(0.2)
-    return left
+    return {"problem": f"not cold: {left:.1%} of the pages could not be evicted"}
 
 
 def load(files: Iterable[Path]) -> float:
@@ -66,11 +58,7 @@ def load(files: Iterable[Path]) -> float:
     cached.
     """
     paths = list(files)
-    buffer = bytearray(8 << 20)
-    for path in paths:
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
+    subprocess.run(["cat", *paths], stdout=subprocess.DEVNULL, check=True)
     return resident(paths)
 
 
@@ -83,22 +71,17 @@ def resident(files: Iterable[Path]) -> float:
     """
     cached = pages = 0
     for path in files:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if not size:
-                continue
-            flags = np.zeros(-(-size // mmap.PAGESIZE), dtype=np.uint8)
-            with mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as mapped:
-                view = np.frombuffer(mapped, dtype=np.uint8)
-                address = ctypes.c_void_p(view.ctypes.data)
-                result = ctypes.c_void_p(flags.ctypes.data)
-                failed = _LIBC.mincore(address, ctypes.c_size_t(size), result)
-                # `mapped` cannot be closed while an array refers to its memory.
-                del view
-            if failed:
-                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-            cached += int((flags & 1).sum())
-            pages += len(flags)
+        size = path.stat().st_size
+        if not size:
+            continue
+        flags = np.zeros(-(-size // mmap.PAGESIZE), dtype=np.uint8)
+        mapped = np.memmap(path, dtype=np.uint8, mode="r")
+        addresses = (ctypes.c_void_p(each.ctypes.data) for each in (mapped, flags))
+        start, result = addresses
+        if _LIBC.mincore(start, ctypes.c_size_t(size), result):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        cached += int((flags & 1).sum())
+        pages += len(flags)
     return cached / pages if pages else 0.0
 
 
@@ -119,40 +102,23 @@ def peak_memory(process: int | str = "self") -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
-def describe_disk(path: Path) -> dict[str, str | None]:
-    """Return the file system of `path`, its mount options, its device, the model,
-    scheduler and queue settings of the device, and the version of the program fio.
-    Unknown values are None.
+def describe_disk(path: Path) -> str:
+    """Return the device, the file system and the mount options of `path`, and the model
+    and queue of the device.
     """
-    number = os.stat(path).st_dev
-    folder = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    mount = _words("findmnt", "-no", "SOURCE,FSTYPE,OPTIONS", "-T", str(path))
+    columns = "MODEL,SCHED,RQ-SIZE,RA,LOG-SEC,ROTA"
+    queue = _words("lsblk", "-dno", columns, *mount[:1])
+    return f"{' '.join(mount)}; {columns}: {' '.join(queue)}"
 
-    def read(name: str) -> str | None:
-        # If the device is a partition, its disk (the parent) has the model and the
-        # queue.
-        for parent in (folder, folder.parent):
-            if (parent / name).exists():
-                return (parent / name).read_text().strip()
-        return None
 
-    mounts = [
-        each
-        for each in psutil.disk_partitions(all=True)
-        if path.resolve().is_relative_to(each.mountpoint)
-    ]
-    innermost = max(mounts, key=lambda each: len(each.mountpoint))
-    fio = None
-    if shutil.which("fio"):
-        done = subprocess.run(
-            ["fio", "--version"], capture_output=True, text=True, check=False
-        )
-        fio = done.stdout.strip()
-    return {
-        "file_system": innermost.fstype,
-        "mount_options": innermost.opts,
-        "device": folder.name,
-        "model": read("device/model"),
-        "scheduler": read("queue/scheduler"),
-        "queue": ", ".join(f"{name} {read(f'queue/{name}')}" for name in _QUEUE),
-        "fio": fio,
-    }
+def fio_version() -> str | None:
+    """Return the version of the program fio, or None if it is not installed."""
+    return next(iter(_words("fio", "--version")), None)
+
+
+def _words(*command: str) -> list[str]:
+    if shutil.which(command[0]) is None:
+        return []
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.split()

@@ -27,6 +27,7 @@ from torch.nn import functional
 from edje_index.bundles.shipped_model import IMAGE_TOWER, TEXT_TOWER
 from edje_index.captions.reading import CaptionedImage
 from edje_index.errors import ModelError
+from edje_index.evaluation.recall import ranks_by_similarity
 from edje_index.images.decode import decode_rgb
 from edje_index.images.preprocessing import Preprocessor, normalize
 from edje_index.models._torchvision_compat import prepare_torchvision
@@ -52,7 +53,6 @@ WEIGHT_DECAY = 0.5
 MAX_SCALE = 100.0
 IMAGE_BATCH = 32
 TEXT_BATCH = 128
-EVALUATION_BATCH = 512
 # Fields of config.json that determine the output of a BERT model. Other fields are not
 # written, because they differ between versions of transformers.
 _BERT_FIELDS = (
@@ -372,18 +372,14 @@ def recall(
     (``R@1``, ...).
     """
     images = functional.normalize(image_head(data.images), dim=-1)
-    texts = torch.cat(
-        [text_head(batch) for batch in torch.split(data.captions, EVALUATION_BATCH)]
-    )
-    similarities = functional.normalize(texts, dim=-1) @ images.T
-    positives = similarities.gather(1, data.image_of[:, None])
-    image_ranks = (similarities > positives).sum(1)
-    best = torch.full((len(images),), -torch.inf).scatter_reduce(
-        0, data.image_of, positives[:, 0], "amax"
-    )
-    caption_ranks = (similarities > best).sum(0)
-    ranks = {"t2i": image_ranks, "i2t": caption_ranks}
+    texts = functional.normalize(text_head(data.captions), dim=-1)
+    similarities = (texts @ images.T).numpy()
+    relevant = data.image_of[:, None].numpy() == np.arange(len(images))
+    ranks = {
+        "t2i": ranks_by_similarity(similarities, relevant),
+        "i2t": ranks_by_similarity(similarities.T, relevant.T),
+    }
     return {
-        name: {f"R@{k}": 100 * float((rank < k).double().mean()) for k in CUTOFFS}
+        name: {f"R@{k}": 100 * float((rank < k).mean()) for k in CUTOFFS}
         for name, rank in ranks.items()
     }

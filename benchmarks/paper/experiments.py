@@ -1,6 +1,7 @@
 """The tables and figures of the EDJE paper, and how each of their rows is measured.
 
-`published.toml` has the titles, the columns and the published values.
+`published.toml` has the titles, the columns, the published values, and the model of
+each row.
 """
 
 from __future__ import annotations
@@ -8,53 +9,34 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from benchmarks.fetch import bench
-from benchmarks.fetch.peers import READER
-from benchmarks.paper.study import (
-    LANGUAGES,
-    LOCAL,
-    MAIN_TOWER,
-    OUT,
-    POOL,
-    TOWERS,
-    MissingDataError,
-    Study,
-    Variant,
-)
-from benchmarks.report import Report
+from safetensors.numpy import load_file
+
+from benchmarks import fetch
+from benchmarks.paper.study import LOCAL, OUT, POOL, MissingDataError, Study, Variant
+from benchmarks.peers import READER
+from benchmarks.report import Report, select
+from edje_index.bundles.info import JOINT_WEIGHTS
 from edje_index.evaluation.recall import Estimate
-from edje_index.evaluation.report import scatter_plot, table
+from edje_index.evaluation.report import table
 from storage_formats.atomic import write_bytes_atomic
 
 Values: TypeAlias = Sequence[float | Estimate | None]
 """Measured values of a row, in the order of the columns. None is an unknown value.
 Unknown values at the end can be left out.
 """
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """A table or figure of the EDJE paper.
-
-    Attributes:
-        source: table, figure or section of the EDJE paper.
-        rows: published values of each row, by label. NaN stands for a value that the
-            paper does not give.
-        measurements: how a row is measured, by label: a function and its arguments,
-            called as `function(study, *arguments)`. Rows without an entry show only
-            published values.
-    """
-
-    title: str
-    source: str
-    columns: Sequence[str]
-    rows: Mapping[str, Sequence[float]]
-    measurements: Mapping[str, tuple[Callable[..., Values], *tuple[Any, ...]]]
-    notes: Sequence[str] = ()
+EXPERIMENTS: Mapping[str, Report] = tomllib.loads(
+    Path(__file__).with_name("published.toml").read_text()
+)
+"""The experiments of `bench paper`, by name."""
+OF_A_MODEL = ("zero-shot", "prior-art", "pool-size", "quantization")
+"""The experiments in which a trained model can be measured without further training."""
+_DIRECTIONS = ("t2i", "i2t")
+_PRECISIONS = ("bf16", "fp8", "nvfp4", "sign1")
+# number of pairs, or of images, in a timed batch, as in the paper
+_BATCH = 64
 
 
 def run_experiments(names: Sequence[str], study: Study) -> dict[str, Report]:
@@ -62,17 +44,14 @@ def run_experiments(names: Sequence[str], study: Study) -> dict[str, Report]:
     tables by name.
     """
     reports = {name: measured(EXPERIMENTS[name], study) for name in names}
-    if not study.listing:
-        for name, report in reports.items():
-            text = "\n".join([*report_lines(report), ""])
+    for name, report in reports.items():
+        if not study.listing:
+            text = "\n".join([*table_lines(report), ""])
             write_bytes_atomic(study.out / f"{name}.md", text.encode())
-        if "prior-art" in reports:
-            figure = prior_art_figure(reports["prior-art"]["rows"])
-            write_bytes_atomic(study.out / FIGURE, figure.encode())
     return reports
 
 
-def measured(experiment: Experiment, study: Study) -> Report:
+def measured(experiment: Report, study: Study) -> Report:
     """Measure all rows of an experiment.
 
     Returns:
@@ -81,223 +60,184 @@ def measured(experiment: Experiment, study: Study) -> Report:
         measurement, all have values if `state` is "complete", some if it is "partial",
         and none if it is "needs data".
     """
+    columns = experiment["columns"]
     rows = []
     has_values = []
-    for label, published in experiment.rows.items():
+    for label, options in experiment["rows"].items():
         values: Values = ()
         missing = None
-        if label in experiment.measurements:
-            function, *arguments = experiment.measurements[label]
+        arguments = dict(options)
+        published = arguments.pop("paper")
+        if "model" in arguments:
+            variant = Variant(**arguments.pop("model"))
             try:
-                values = function(study, *arguments)
+                values = _MEASURES[experiment["measure"]](study, variant, **arguments)
             except MissingDataError as error:
                 missing = str(error)
             has_values.append(any(value is not None for value in values))
-        paper = {
+        own = dict(zip(columns, values, strict=False))
+        estimates = {
             column: value
-            for column, value in zip(experiment.columns, published, strict=False)
-            if not math.isnan(value)
+            for column, value in own.items()
+            if isinstance(value, Estimate)
         }
-        own: dict[str, float | None] = {}
-        intervals = {}
-        for column, value in zip(experiment.columns, values, strict=False):
-            if isinstance(value, Estimate):
-                own[column] = value.value
-                if value.low is not None:
-                    intervals[column] = value.bounds
-            else:
-                own[column] = value
         rows.append(
             {
                 "label": label,
-                "own": own,
-                "intervals": intervals,
-                "paper": paper,
+                "own": own | {name: each.value for name, each in estimates.items()},
+                "intervals": {
+                    name: each.bounds
+                    for name, each in estimates.items()
+                    if each.low is not None
+                },
+                "paper": {
+                    column: value
+                    for column, value in zip(columns, published, strict=False)
+                    if not math.isnan(value)
+                },
                 "missing": missing,
             }
         )
     state = "needs data"
     if any(has_values):
         state = "complete" if all(has_values) else "partial"
-    return {
-        "title": experiment.title,
-        "source": experiment.source,
-        "columns": experiment.columns,
-        "state": state,
-        "rows": rows,
-        "notes": experiment.notes,
-    }
+    return {"notes": (), **experiment, "state": state, "rows": rows}
 
 
-def report_lines(report: Report) -> Iterator[str]:
+def table_lines(report: Report) -> Iterator[str]:
     """Yield the lines of a table in Markdown."""
     yield (
         f"## {report['title']}\n\n{report['source']}. Each cell: measured value"
         " [95 % interval] (published value).\n"
     )
-    yield from table(
-        ("", *report["columns"]),
-        (
-            [
-                row["label"],
-                *(
-                    _cell(
-                        row["own"].get(name),
-                        row["intervals"].get(name),
-                        row["paper"].get(name),
-                    )
-                    for name in report["columns"]
-                ),
-            ]
-            for row in report["rows"]
-        ),
-    )
+    rows = report["rows"]
+    lines = [
+        [row["label"], *(_cell(row, column) for column in report["columns"])]
+        for row in rows
+    ]
+    yield from table(("", *report["columns"]), lines)
     yield ""
     yield from (f"- {note}" for note in report["notes"])
     # Several rows can lack the same data. Only the first of these rows is named.
-    missing: dict[str, str] = {}
-    for row in report["rows"]:
-        missing.setdefault(row["missing"], row["label"])
+    missing = {row["missing"]: row["label"] for row in reversed(rows) if row["missing"]}
     yield from (
-        f"- {label} was not measured: {text}" for text, label in missing.items() if text
+        f"- {label} was not measured: {text}" for text, label in missing.items()
     )
 
 
-def prior_art_figure(rows: Sequence[Report]) -> str:
-    """Return an SVG image that plots the recall of each row against the milliseconds
-    that the row takes to score 64 pairs. Published values are circles, and measured
-    values are filled discs.
-    """
-    x = "64 pairs, ms"
-    y = "Flickr T2I"
-    points = []
-    for row in rows:
-        for kind, colour in (("paper", "none"), ("own", "black")):
-            time, recall = (row[kind].get(name) for name in (x, y))
-            if time and recall:
-                label = f"{row['label']}: {recall:g} at {time:.3g}"
-                points.append((time, Estimate(recall), label, colour))
-    return scatter_plot(f"{y}, in percent, over {x} (logarithmic)", points)
-
-
-def _cell(
-    own: float | None, interval: tuple[float, float] | None, paper: float | None
-) -> str:
-    left = "-"
+def _cell(row: Report, column: str) -> str:
+    own = row["own"].get(column)
+    text = "-"
     if own is not None:
-        left = f"{own:,.1f}" if abs(own) >= 1 else f"{own:.3g}"
-    if interval is not None:
-        left += f" [{interval[0]:.1f}, {interval[1]:.1f}]"
-    return left if paper is None else f"{left} ({paper:.4g})"
+        text = f"{own:,.1f}" if abs(own) >= 1 else f"{own:.3g}"
+    if column in row["intervals"]:
+        text += " [{:.1f}, {:.1f}]".format(*row["intervals"][column])
+    if column in row["paper"]:
+        text += f" ({row['paper'][column]:.4g})"
+    return text
 
 
-_DIRECTIONS = ("T2I", "I2T")
-_RECALLS = tuple(
-    f"{direction} R@{cutoff}" for direction in _DIRECTIONS for cutoff in (1, 5, 10)
-)
-_FULL_RECALLS = tuple(
-    f"{direction} R@{cutoff}" for direction in _DIRECTIONS for cutoff in (5, 10, 20)
-)
-_POOLS = (5, 10, 20, 50, 100)
-_PRECISIONS = ("bf16", "fp8", "nvfp4", "sign1")
-FIGURE = "prior-art.svg"
-# number of pairs, or of images, in a timed batch, as in the paper
-_BATCH = 64
-_STAGES = ("text", "nearest", "fetch", "score")
-_COMPRESSED = Variant()
-
-
-def _recall(
+def _select(
     results: Sequence[Report],
-    column: str,
+    cutoffs: Sequence[int] = (1, 5, 10),
     pool: int | None = POOL,
-    precision: str = "bf16",
-) -> Estimate | None:
-    """Return the recall `column`, for example "T2I R@1", in percent; None if `results`
-    do not contain it.
+    precision: str | None = "bf16",
+) -> list[Estimate | None]:
+    """Return the recalls in percent, first from text to image and then from image to
+    text; None for a recall that `results` do not contain.
 
-    If `pool` is None, return the recall of the embeddings alone, without re-ranking.
+    `pool` and `precision` are None for the embeddings alone, without re-ranking.
     """
-    direction, _, cutoff = column.lower().partition(" r@")
-    wanted = (direction, pool, None if pool is None else precision)
-    for result in results:
-        if (result["direction"], result.get("pool"), result.get("precision")) == wanted:
-            return Estimate(**result["recall"][cutoff])
-    return None
+    wanted = (pool, precision)
+    recalls = {
+        result["direction"]: result["recall"]
+        for result in results
+        if (result.get("pool"), result.get("precision")) == wanted
+    }
+    return [
+        Estimate(**recalls[direction][str(cutoff)]) if direction in recalls else None
+        for direction in _DIRECTIONS
+        for cutoff in cutoffs
+    ]
 
 
 def _recalls(
     study: Study,
     variant: Variant,
-    pool: int | None = POOL,
-    pools: Sequence[int] = (POOL,),
+    pool: int = POOL,
+    cutoffs: Sequence[int] = (1, 5, 10),
 ) -> Values:
-    """Return the recalls on Flickr30k after the first training phase. If `pool` is
-    None, return the recalls of the embeddings alone, without re-ranking.
+    """Return the recalls on Flickr30k after the first training phase. If `pool` is 0,
+    return the recalls of the embeddings alone.
     """
-    if pool is None:
-        results = study.results(study.tower(variant.tower), "flickr", score="embedding")
-    else:
-        results = study.results(study.trained(variant), "flickr", pools)
-    return [_recall(results, column, pool) for column in _RECALLS]
+    if pool:
+        results = study.results(study.trained(variant), "flickr", pool)
+        return _select(results, cutoffs, pool)
+    results = study.results(study.tower(variant.tower), "flickr", score="embedding")
+    return _select(results, cutoffs, None, None)
 
 
-def _r1(study: Study, variant: Variant) -> Values:
+def _first_hits(study: Study, variant: Variant, pool: int = POOL) -> Values:
     """Return R@1 of both directions, first on Flickr30k after the first training phase,
-    then on COCO after the second phase.
+    then on COCO after the second phase. If `pool` is 0, return R@1 of the embeddings
+    alone on Flickr30k.
     """
-    flickr = study.results(study.trained(variant), "flickr")
+    flickr = _recalls(study, variant, pool, (1,))
+    if not pool:
+        return flickr
     coco = study.results(study.trained(variant, "finetune"), "coco")
-    return [
-        _recall(results, f"{each} R@1")
-        for results in (flickr, coco)
-        for each in _DIRECTIONS
-    ]
+    return [*flickr, *_select(coco, (1,))]
 
 
 def _prior_art(study: Study, variant: Variant) -> Values:
-    recalls = _r1(study, variant)
-    bundle = study.trained(variant)
+    recalls = _first_hits(study, variant)
     tokens, width = _block_shape(study, variant)
-    scored = _rerank(study, bundle).get("joint_encoder")
-    vision = _vision_milliseconds(study, bundle)
+    rows = _search(study, variant)
+    vision = _vision_milliseconds(study, variant)
     # There is no report if commands are only listed.
-    if scored is None:
+    if not rows:
         return recalls
-    # The last rate of this batch size is that of the largest number of threads.
-    *_, rate = (
-        each
-        for name, each in scored["median"].items()
-        if name.startswith(f"batch {_BATCH},")
-    )
-    return [
-        *recalls,
-        2 * tokens * width / 1000,
-        scored["parameters"] / 1e6,
-        _BATCH / rate * 1e3,
-        vision,
-    ]
+    # The last row of this batch size is that of the largest number of threads.
+    *_, scored = (row for row in rows if row["case"].startswith(f"batch {_BATCH},"))
+    milliseconds = _BATCH / scored["values"]["pairs/s"] * 1e3
+    size = 2 * tokens * width / 1000
+    weights = load_file(study.trained(variant) / JOINT_WEIGHTS).values()
+    millions = sum(tensor.size for tensor in weights) / 1e6
+    return [*recalls, size, millions, milliseconds, vision]
 
 
-def _embeddings_r1(study: Study) -> Values:
-    results = study.results(study.tower(_COMPRESSED.tower), "flickr", score="embedding")
-    return [_recall(results, f"{direction} R@1", None) for direction in _DIRECTIONS]
+def _stages(study: Study, variant: Variant) -> Values:
+    vision = _vision_milliseconds(study, variant)
+    for row in select(_search(study, variant), table="one query"):
+        names = ("text ms", "nearest ms", "fetch ms", "score ms")
+        return [*(row["values"][name] for name in names), vision]
+    return ()
+
+
+def _search(study: Study, variant: Variant) -> list[Report]:
+    bundle = study.trained(variant)
+    index = study.build(bundle, "flickr")[0]
+    command = f"bench search {index} --model {bundle} --pool {_BATCH}".split()
+    only = ("--only", "rerank")
+    rows: list[Report] = study.command("search", *command, *only)[1].get("rows", [])
+    return rows
 
 
 def _quantized(study: Study, variant: Variant, precision: str) -> Values:
     options = [word for name in _PRECISIONS for word in ("--precision", name)]
-    results = study.results(study.trained(variant), "flickr", (10,), *options)
+    results = study.results(study.trained(variant), "flickr", POOL, *options)
     sizes = (
         each["bytes_per_image"] / 1000
         for each in results
         if each.get("precision") == precision
     )
-    return [_recall(results, "T2I R@1", 10, precision), next(sizes, None)]
+    recall = _select(results, (1,), POOL, precision)[0]
+    return [recall, next(sizes, None)]
 
 
-def _aligned(study: Study, key: str, variant: Variant) -> Values:
+def _aligned(study: Study, variant: Variant) -> Values:
     local, compressed = (
-        study.build(study.trained(each), "flickr")[0] for each in (LOCAL, _COMPRESSED)
+        study.build(study.trained(each), "flickr")[0] for each in (LOCAL, Variant())
     )
     files, images, split = study.captions("flickr")
     options = ["--captions", files[0], "--images", images, "--against", compressed]
@@ -308,14 +248,10 @@ def _aligned(study: Study, key: str, variant: Variant) -> Values:
     )[1]
     if not report:
         return ()
-    scores = report["alignment"][key]
-    effect = report["alignment"]["test"]["effect_size"]
-    return [
-        tokens,
-        scores["mean"],
-        scores["deviation"],
-        effect if key == "second" else None,
-    ]
+    alignment = report["alignment"]
+    scores = alignment["first" if variant == LOCAL else "second"]
+    effect = None if variant == LOCAL else alignment["test"]["effect_size"]
+    return [tokens, scores["mean"], scores["deviation"], effect]
 
 
 def _block_shape(study: Study, variant: Variant) -> list[Any]:
@@ -335,139 +271,45 @@ def _words(study: Study, variant: Variant) -> Values:
     return [tokens, len(words["words"]), 100 * words["unused"] / words["tokens"]]
 
 
-def _full(study: Study, benchmark: str) -> Values:
-    phase = "pretrain" if benchmark == "flickr" else "finetune"
-    bundle = study.trained(LOCAL, phase)
-    results = study.results(bundle, benchmark, (100,), full=True)
-    return [_recall(results, column, 100) for column in _FULL_RECALLS]
+def _full(study: Study, variant: Variant, dataset: str) -> Values:
+    phase = "pretrain" if dataset == "flickr" else "finetune"
+    bundle = study.trained(variant, phase)
+    results = study.results(bundle, dataset, 100, full=True)
+    return _select(results, (5, 10, 20), 100)
 
 
-def _fetch(study: Study) -> Values:
-    make = f"bench make-synthetic {OUT}/random.edje --rows {bench.PAPER.rows}"
+def _fetch(study: Study, _variant: Variant) -> Values:
+    make = f"bench make-synthetic {OUT}/random.edje --rows {fetch.PAPER.rows}"
     index = study.command("synthetic", *make.split())[0] / "random.edje"
     options = ["--paper", "--precision", "bf16", "--repeats", "3"]
     report = study.command("fetch", "bench", "fetch", index, *options)[1]
-    if not report:
-        return ()
     rates = {
-        row["workload"]["is_contiguous"]: row["gb_per_s"][0]
-        for row in report["rows"]
-        if (row["subject"], row["cache"]) == (READER, "cold")
+        row["table"]: row["values"].get("GB/s")
+        for row in select(report.get("rows", []), subject=READER, case="cold")
     }
-    return [rates[is_contiguous] for is_contiguous in (True, False)]
+    contiguous = fetch.PAPER._replace(is_contiguous=True)
+    return [rates.get(workload.title) for workload in (contiguous, fetch.PAPER)]
 
 
-def _query_times(study: Study, variant: Variant) -> Values:
-    bundle = study.trained(variant)
-    report = _rerank(
-        study, bundle, "--index", study.build(bundle, "flickr")[0], "--pool", _BATCH
-    )
-    times = report.get("query", {"ms": {}})["ms"]
-    return [
-        *(times.get(stage) for stage in _STAGES),
-        _vision_milliseconds(study, bundle),
-    ]
-
-
-def _rerank(study: Study, bundle: Path, *options: object) -> Report:
-    command = ("bench", "rerank", "--model", bundle)
-    return study.command("rerank", *command, *options)[1]
-
-
-def _vision_milliseconds(study: Study, bundle: Path) -> float | None:
+def _vision_milliseconds(study: Study, variant: Variant) -> float | None:
     """Return the milliseconds that the vision tower and the adapter take for 64 images.
     Return None if commands are only listed.
     """
-    report = study.build(bundle, "flickr")[1]
+    report = study.build(study.trained(variant), "flickr")[1]
     if not report:
         return None
     seconds = float(report["stage_seconds"]["encode"])
     return 1e3 * _BATCH * seconds / int(report["indexed"])
 
 
-_CLIP = "clip-l14-336"
-_NO_MLM = "objective.mlm_weight=0"
-_NO_RECOVERY = "objective.recovery_weight=0"
-_BOTH = (("local", LOCAL), ("64 tokens", _COMPRESSED))
-_MEASUREMENTS: dict[str, dict[str, tuple[Callable[..., Values], *tuple[Any, ...]]]] = {
-    "prior-art": {
-        "Local, ViT-B/16": (_prior_art, replace(LOCAL, tower="siglip2-b16-384")),
-        "Local, ViT-L/16": (_prior_art, LOCAL),
-        "Compressed-128, ViT-L/16": (_prior_art, Variant(tokens=128)),
-        "Compressed-64, ViT-L/16": (_prior_art, _COMPRESSED),
-    },
-    "zero-shot": {
-        **{
-            f"{tower}: {kind}": (_recalls, replace(LOCAL, tower=tower), pool)
-            for tower in TOWERS
-            for kind, pool in (("embeddings", None), ("re-ranked", POOL))
-        },
-        f"{MAIN_TOWER}: re-ranked, 64 tokens": (_recalls, _COMPRESSED),
-    },
-    "tokens": {
-        "local": (_recalls, LOCAL),
-        **{
-            f"{tokens} tokens": (_recalls, Variant(tokens=tokens))
-            for tokens in (32, 64, 128, 256)
-        },
-    },
-    "pool-size": {
-        f"{name}, pool {pool}": (_recalls, variant, pool, _POOLS)
-        for name, variant in _BOTH
-        for pool in _POOLS
-    },
-    "objectives": {
-        "matching": (_recalls, replace(LOCAL, settings=(_NO_MLM, _NO_RECOVERY))),
-        "matching, masked words": (_recalls, replace(LOCAL, settings=(_NO_RECOVERY,))),
-        "matching, masked words, recovery": (_recalls, LOCAL),
-    },
-    "distillation": {
-        "without": (_recalls, Variant(distilled=False)),
-        "with": (_recalls, _COMPRESSED),
-    },
-    "adapters": {
-        "embeddings alone": (_embeddings_r1,),
-        **{
-            adapter: (_r1, Variant(adapter=adapter))
-            for adapter in ("strided", "clustered", "pruned", "compressed")
-        },
-    },
-    "language-model": {
-        language: (
-            _recalls,
-            replace(LOCAL, tower="siglip2-b16-384", language=language),
-        )
-        for language in LANGUAGES
-    },
-    "mining": {
-        _CLIP: (_r1, replace(LOCAL, tower=_CLIP)),
-        f"{_CLIP}, mined by {MAIN_TOWER}": (
-            _r1,
-            replace(LOCAL, tower=_CLIP, miner=MAIN_TOWER),
-        ),
-        MAIN_TOWER: (_r1, LOCAL),
-        f"{MAIN_TOWER}, mined by {_CLIP}": (_r1, replace(LOCAL, miner=_CLIP)),
-    },
-    "quantization": {
-        f"{name}, {precision}": (_quantized, variant, precision)
-        for name, variant in _BOTH
-        for precision in _PRECISIONS
-    },
-    "alignment": {
-        "local": (_aligned, "first", LOCAL),
-        "compressed": (_aligned, "second", _COMPRESSED),
-    },
-    "words": {"compressed": (_words, _COMPRESSED), "local": (_words, LOCAL)},
-    "full-dataset": {name: (_full, name) for name in ("flickr", "coco")},
-    "io-test": {"blocks of 64 x 384": (_fetch,)},
-    "time-breakdown": {name: (_query_times, variant) for name, variant in _BOTH},
+_MEASURES: Mapping[str, Callable[..., Values]] = {
+    "prior_art": _prior_art,
+    "recalls": _recalls,
+    "first_hits": _first_hits,
+    "quantized": _quantized,
+    "aligned": _aligned,
+    "words": _words,
+    "full": _full,
+    "fetch": _fetch,
+    "stages": _stages,
 }
-EXPERIMENTS = {
-    name: Experiment(**published, measurements=_MEASUREMENTS[name])
-    for name, published in tomllib.loads(
-        Path(__file__).with_name("published.toml").read_text()
-    ).items()
-}
-"""The experiments of `bench paper`, by name."""
-OF_A_MODEL = ("zero-shot", "prior-art", "pool-size", "quantization")
-"""The experiments in which a trained model can be measured without further training."""

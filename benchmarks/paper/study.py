@@ -18,16 +18,15 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarks.process import run_command
-from benchmarks.report import Report, Say
+from benchmarks.harness import Say, run_command
+from benchmarks.report import Report
 from edje_index.captions.reading import read_captions
 from storage_formats.atomic import write_bytes_atomic
-from storage_formats.errors import EdjeError, UsageError
+from storage_formats.errors import EdjeError
 
 TOWERS = {
     "clip-b16-224": "ViT-B-16:openai",
@@ -67,7 +66,7 @@ class Variant:
         tokens: stored tokens per image; ignored by the adapter "local".
         language: name of the language model, a key of `LANGUAGES`.
         distilled: True if the model is distilled from the local model with the same
-            towers.
+            towers; ignored by the adapter "local".
         miner: name of the towers whose embeddings mine hard negatives; None means
             `tower`.
         settings: additional settings of `edje-index train`, in the form
@@ -80,10 +79,10 @@ class Variant:
     language: str = MAIN_LANGUAGE
     distilled: bool = True
     miner: str | None = None
-    settings: tuple[str, ...] = ()
+    settings: Sequence[str] = ()
 
 
-LOCAL = Variant(adapter="local", distilled=False)
+LOCAL = Variant(adapter="local")
 """The uncompressed model, which is the teacher of the other models."""
 
 
@@ -238,27 +237,16 @@ class Study:
         else:
             command += ["--preset", "paper-finetune", "--init", self.trained(variant)]
         command += ["--model", self.tower(variant.tower), "--out", f"{OUT}/model"]
-        chosen: Report = {}
+        # Unless there is --config, use the settings of the published run: 45 epochs in
+        # the first phase and 5 in the second, in batches of 256 pairs (8 workers with
+        # 32 pairs each).
+        settings = [
+            f"loop.epochs={45 if phase == 'pretrain' else 5}",
+            "loop.batch_size=256",
+        ]
         if self.config is not None:
             command += ["--config", self.config]
-            try:
-                loop = tomllib.loads(self.config.read_text(encoding="utf-8")).get(
-                    "loop"
-                )
-            except (OSError, ValueError) as error:
-                raise UsageError(
-                    f"cannot read {self.config}: {error}; give a TOML file"
-                ) from error
-            chosen = loop if isinstance(loop, dict) else {}
-        # Unless --config sets other values, use those of the published run: 45 epochs
-        # in the first phase and 5 in the second, in batches of 256 pairs (8 workers
-        # with 32 pairs each).
-        settings = (
-            []
-            if {"steps", "epochs"} & chosen.keys()
-            else [f"loop.epochs={45 if phase == 'pretrain' else 5}"]
-        )
-        settings += [] if "batch_size" in chosen else ["loop.batch_size=256"]
+            settings = []
         settings += [
             f"architecture.adapter={variant.adapter}",
             f"architecture.tokens={variant.tokens}",
@@ -267,7 +255,7 @@ class Study:
         settings += (
             [f"inputs.miner={self.tower(variant.miner)}"] if variant.miner else []
         )
-        if variant.distilled:
+        if variant.distilled and variant.adapter != LOCAL.adapter:
             teacher = self.trained(
                 replace(LOCAL, tower=variant.tower, language=variant.language), phase
             )
@@ -324,7 +312,7 @@ class Study:
         self,
         bundle: Path,
         benchmark: str,
-        pools: Sequence[int] = (POOL,),
+        pool: int = POOL,
         *options: str,
         full: bool = False,
         score: str = "logit",
@@ -346,8 +334,14 @@ class Study:
             "--images",
             images,
         ]
-        command += [word for pool in pools for word in ("--pool", pool)]
         command += ["--split", split] if split else []
-        command += ["--score", score, *options, *(["--full"] if full else [])]
+        command += [
+            "--pool",
+            pool,
+            "--score",
+            score,
+            *options,
+            *(["--full"] if full else []),
+        ]
         results: list[Report] = self.command("eval", *command)[1].get("results", [])
         return results

@@ -1,15 +1,16 @@
-"""`bench make-synthetic`, `bench quantize`, `bench build` and the check of a GPU."""
+"""`bench make-synthetic`, `bench build` and `bench gpu`."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 
-from benchmarks import gpu_check, quantize
-from benchmarks.build import bench_build
-from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+from benchmarks import build, gpu
+from edje_index import ImageEncoder
+from edje_index.bundles.random_bundle import TINY
 from storage_formats import TokenStore, verify_index
 from tests.integration.builds import make_photos
 
@@ -29,63 +30,68 @@ def test_a_synthetic_index_is_sound_and_repeatable(tmp_path, run):
     assert (code, "not empty" in err) == (2, True)
 
 
-def test_every_precision_is_measured(monkeypatch):
-    # compiling all kernels takes seconds
-    monkeypatch.setattr(quantize, "precisions", lambda: ("bf16", "fp8"))
-    report = quantize.bench_quantize(blocks=2, repeats=2)
-    assert list(report["median"]) == ["bf16", "fp8", "fp8 with an offset"]
-    for rates in report["gb_per_s"].values():
-        assert list(rates) == ["encode", "decode", "gather"]
-        assert all(len(runs) == 2 and min(runs) > 0 for runs in rates.values())
-    assert quantize.report_lines(report)[2].startswith("| bf16 ")
-
-
+# starts several processes with torch
 @pytest.mark.slow
-def test_a_build_is_compared_with_a_bare_loop(tmp_path):
+def test_builds_are_compared_with_a_bare_loop(tmp_path, run):
     make_photos(tmp_path / "photos", 4)
-    create_untrained_bundle(tmp_path / "model", sizes=TINY)
-    photos = 2 * sorted((tmp_path / "photos").iterdir())
-    report = bench_build(photos, tmp_path / "model", repeats=1, engines=["inline"])
-    assert report["runs"]["inline"][0]["stdout"]["indexed"] == 8
-    assert report["runs"]["bare loop"][0]["stdout"]["images"] == 8
-    assert set(report["summary"]) == {"bare loop", "inline"}
-    assert set(report["summary"]["bare loop"]["stage_seconds"]) == {"decode", "encode"}
-    for row in report["summary"].values():
-        assert (
-            min(
-                row["wall"], row["cpu"], row["peak_pss"], row["model_images_per_second"]
-            )
-            > 0
-        )
+    options = ("--images", 24, "--report", tmp_path / "out", "--json")
+    code, out, err = run("bench", "build", tmp_path / "photos", *options)
+    assert code == 0, err
+    rows = json.loads(out)["rows"]
+    assert {(row["table"], row["subject"]) for row in rows} == {
+        (f"24 photos, no model, {size} pixels", subject)
+        for size in (224, 384)
+        for subject in ("bare loop", "inline")
+    }
+    for row in rows:
+        values = row["values"]
+        assert min(values["photos/s"], values["CPU ms"], values["memory MiB"]) > 0
+    assert len([*(tmp_path / "out").iterdir()]) == 3
 
 
+def test_a_model_that_costs_nothing_encodes_what_a_build_stores(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ImageEncoder, "encode", ImageEncoder.encode)
+    make_photos(tmp_path / "photos", 3)
+    sizes = asdict(TINY)
+    given = [1, "model", sizes, str(tmp_path / "photos"), 5, "cpu", True]
+    (result,) = build.measure("inline", *given)
+    values = result["values"]
+    assert values["photos/s"] > 0
+    assert values["encode s"] < values["wait s"] + values["decode s"] + 1
+    assert {path.name for path in tmp_path.iterdir()} == {"photos", "model"}
+
+
+# starts several processes with torch
 @pytest.mark.slow
-def test_results_of_a_device_are_compared_with_those_of_the_cpu(tmp_path):
+def test_results_of_a_device_are_compared_with_those_of_the_cpu(tmp_path, run):
     make_photos(tmp_path / "photos", 5)
-    check = gpu_check.GpuCheck(
-        tmp_path / "photos", tmp_path / "report", device="cpu", tiny=True
-    )
-    assert check.run(list(gpu_check._SECONDS), 0)
-    assert {line.part for line in check.lines} == set(gpu_check._SECONDS)
-    report = next((tmp_path / "report").glob("*-gpu-check.md")).read_text()
-    assert "nothing was measured on a GPU" in report
-    assert report.count("\n| ") == len(check.lines) + 2
+    options = ("--tiny", "--report", tmp_path / "out", "--json")
+    code, out, err = run("bench", "gpu", tmp_path / "photos", *options)
+    assert code == 0, err
+    report = json.loads(out)
+    tables = {row["table"] for row in report["rows"] if row["values"]}
+    assert set(gpu.PARTS) < tables
+    assert len(tables) == len(gpu.PARTS) + 2, "builds with two towers"
+    assert not any(row["problems"] for row in report["rows"])
+    text = next((tmp_path / "out").glob("*-gpu.md")).read_text()
+    assert "nothing was measured on a GPU" in text
 
 
-def test_wrong_results_of_a_device_are_found_and_a_part_may_fail(tmp_path, monkeypatch):
+def test_wrong_results_of_a_device_are_found(tmp_path, monkeypatch):
     make_photos(tmp_path / "photos", 1)
-    check = gpu_check.GpuCheck(
-        tmp_path / "photos", tmp_path / "report", device="cpu", tiny=True
-    )
-    decode = gpu_check.decode_records_torch
-    monkeypatch.setattr(
-        gpu_check, "decode_records_torch", lambda *given: decode(*given) + 1
-    )
-    assert not check.run(["decode"], 0)
-    assert not any(line.is_right for line in check.lines if "fp8" in line.what)
-    monkeypatch.setattr(gpu_check, "precisions", lambda: 1 / 0)
-    assert not check.run(["decode", "limits"], 0)
-    failed, *others = check.lines[-4:]
-    assert failed.what == "failed"
-    assert "ZeroDivisionError" in failed.value
-    assert all(line.is_right for line in others)
+    decode = gpu.decode_records_torch
+    monkeypatch.setattr(gpu, "decode_records_torch", lambda *given: decode(*given) + 1)
+    monkeypatch.setattr(gpu, "precisions", lambda: ["fp8"])
+    (wrong,) = gpu.measure("decode", str(tmp_path / "photos"), "cpu", True)
+    assert wrong["problem"].startswith("WRONG")
+    monkeypatch.setattr(gpu, "decode_records_torch", decode)
+    (right,) = gpu.measure("decode", str(tmp_path / "photos"), "cpu", True)
+    assert "problem" not in right
+    assert right["values"]["GB/s"] > 0
+
+
+def test_folders_without_photos_are_refused(tmp_path, run):
+    for name in ("build", "gpu"):
+        code, _, err = run("bench", name, tmp_path)
+        assert (code, "has no photos" in err) == (2, True)

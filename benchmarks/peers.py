@@ -1,4 +1,5 @@
-"""What `bench fetch` measures: this project's reader and other libraries (peers).
+"""What fetches blocks in `bench fetch` and `bench search`: this project's reader and
+other libraries (peers).
 
 To add a peer, write a subclass of `Subject` here and name it in `PEERS` at the end of
 this file. `open` and `fetch` are the whole interface. A library with a file format of
@@ -8,6 +9,7 @@ in the methods, because each run is a process of its own.
 
 from __future__ import annotations
 
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -20,92 +22,57 @@ import numpy as np
 from benchmarks.report import Report
 from edje_index import __version__
 from storage_formats.arrays import Ints
-from storage_formats.codecs import BF16, Records, fill_record
+from storage_formats.codecs import BF16, Records
 from storage_formats.format.layout import Layout
-from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.offset import open_codec
-from storage_formats.format.tombstones import live_rows
+from storage_formats.format.manifest import Manifest
 from storage_formats.threads import default_threads
 from storage_formats.token_store import TokenStore
 
 _TENSORSTORE_REQUESTS = 128
 # largest size in bytes of an array of fixed-size binary values that Lance returns
 _ARROW_BYTES = 2**31 - 1
-# number of rows in each batch that is written to Lance
-_LANCE_BATCH = 256
+# number of rows in each batch of a copy
+_BATCH = 256
 # Number of rows per selection. The cost of a selection grows faster than its number of
 # rows, so that several small selections are faster than one large one.
 _HDF5_SELECTION = 1000
 
 
 class StoredRecords:
-    """Reads the first `rows` records of one precision with plain file reads, to copy
-    them for a peer and to check results.
-
-    Record i of a shard starts at byte i x record_bytes (SPEC.md section 6).
+    """The first `rows` records of one precision of an index, to copy them for a peer
+    and to check results.
     """
 
     def __init__(self, root: Path, precision: str, rows: int) -> None:
-        index = CommittedIndex.open(root)
         self.root = root
         self.precision = precision
-        self.spec = index.manifest.spec
-        self.codec = open_codec(index, precision)
-        self.record_bytes = self.codec.record_bytes
-        self.rows = min(rows, self.spec.rows)
-        row_ids: Ints = live_rows(index)
+        self.store = TokenStore.open(root, precision)
+        self.record_bytes = self.store.record_bytes
+        self.rows = min(rows, len(self.store))
+        row_ids = self.store.row_ids()
         self.row_ids = row_ids[row_ids < self.rows]
         self.array_path = Layout(root).token_array(precision)
 
-    def shard_path(self, shard: int) -> Path:
-        return Layout(self.root).token_shard(
-            self.precision, shard, record_ndim=len(self.codec.record_shape)
-        )
-
     def files(self) -> list[Path]:
         """Return the paths of the shard files in row order."""
-        last = (self.rows - 1) // self.spec.shard_size
-        return [
-            self.shard_path(shard)
-            for shard in self.spec.shard_numbers()
-            if shard <= last
-        ]
+        last = (self.rows - 1) // Manifest.load(self.root).spec.shard_size
+        shards = {
+            int(path.name.split(".")[1]): path for path in self.array_path.glob("c.*")
+        }
+        return [shards[number] for number in sorted(shards) if number <= last]
 
-    def shards(self) -> Iterator[tuple[int, Records]]:
+    def batches(self) -> Iterator[tuple[int, Records]]:
         """Yield the first row id and the records, uint8 [k, record_bytes], of each
-        shard.
-
-        Row ids that the index does not use get the records of holes. If all records are
-        concatenated, record i therefore belongs to row id i.
+        batch of rows. The records of deleted rows are zeros.
         """
-        for first in range(0, self.rows, self.spec.shard_size):
-            shard = first // self.spec.shard_size
-            rows = self.spec.shard_rows(shard)
-            ids = range(first, min(first + self.spec.shard_size, self.rows))
-            records = np.tile(fill_record(self.codec), (len(ids), 1))
-            count = min(len(rows), len(ids))
-            if count:
-                records[:count] = np.fromfile(
-                    self.shard_path(shard),
-                    dtype=np.uint8,
-                    count=count * self.record_bytes,
-                ).reshape(count, self.record_bytes)
+        for first in range(0, self.rows, _BATCH):
+            ids = self.row_ids[
+                (self.row_ids >= first) & (self.row_ids < first + _BATCH)
+            ]
+            count = min(_BATCH, self.rows - first)
+            records = np.zeros((count, self.record_bytes), dtype=np.uint8)
+            records[ids - first] = self.store.fetch_records(ids)
             yield first, records
-
-    def read(self, ids: Ints) -> Records:
-        """Return the records of `ids`. Each record is read with one file read."""
-        out = np.empty((len(ids), self.record_bytes), dtype=np.uint8)
-        for row, (shard, position) in enumerate(
-            zip(*np.divmod(ids, self.spec.shard_size), strict=True)
-        ):
-            offset = int(position) * self.record_bytes
-            out[row] = np.fromfile(
-                self.shard_path(int(shard)),
-                dtype=np.uint8,
-                count=out.shape[1],
-                offset=offset,
-            )
-        return out
 
 
 class Subject(ABC):
@@ -159,8 +126,8 @@ class Subject(ABC):
         """
 
     def expected(self, ids: Ints) -> Records:
-        """Return the correct result of `fetch`, computed with plain file reads."""
-        return self.source.read(ids)
+        """Return the correct result of `fetch`."""
+        return self.source.store.fetch_records(ids)
 
 
 class EdjeReader(Subject):
@@ -175,7 +142,7 @@ class EdjeReader(Subject):
 
     def __init__(self, source: StoredRecords, folder: Path) -> None:
         super().__init__(source, folder)
-        self.output_bytes = int(np.prod(source.spec.block_shape)) * int(BF16.itemsize)
+        self.output_bytes = source.store.empty(1).nbytes
 
     def open(self) -> None:
         self._store = TokenStore.open(self.source.root, self.source.precision)
@@ -187,11 +154,8 @@ class EdjeReader(Subject):
         return out
 
     def expected(self, ids: Ints) -> Records:
-        return (
-            self.source.codec.decode(self.source.read(ids))
-            .view(np.uint8)
-            .reshape(len(ids), self.output_bytes)
-        )
+        blocks = [self.source.store.fetch([row_id]) for row_id in ids]
+        return np.stack(blocks).view(np.uint8).reshape(len(ids), -1)
 
 
 class Memmap(Subject):
@@ -205,7 +169,7 @@ class Memmap(Subject):
 
     def prepare(self) -> None:
         with (self.folder / "records.bin").open("wb") as file:
-            for _, records in self.source.shards():
+            for _, records in self.source.batches():
                 records.tofile(file)
 
     def open(self) -> None:
@@ -296,13 +260,10 @@ class Lance(Subject):
         schema = pa.schema([pa.field("record", kind, nullable=False)])
 
         def batches() -> Iterator[Any]:
-            for _, records in self.source.shards():
-                for start in range(0, len(records), _LANCE_BATCH):
-                    part = np.ascontiguousarray(records[start : start + _LANCE_BATCH])
-                    column = pa.Array.from_buffers(
-                        kind, len(part), [None, pa.py_buffer(part)]
-                    )
-                    yield pa.record_batch([column], schema=schema)
+            for _, records in self.source.batches():
+                buffers = [None, pa.py_buffer(records)]
+                column = pa.Array.from_buffers(kind, len(records), buffers)
+                yield pa.record_batch([column], schema=schema)
 
         lance: Any = import_module("lance")
         reader = pa.RecordBatchReader.from_batches(schema, batches())
@@ -339,7 +300,7 @@ class Lmdb(Subject):
         lmdb: Any = import_module("lmdb")
         # A large map costs no disk space, because its file grows only as needed.
         with lmdb.open(str(self.folder), map_size=1 << 42) as environment:
-            for first, records in self.source.shards():
+            for first, records in self.source.batches():
                 with environment.begin(write=True) as transaction:
                     for row, record in enumerate(records, first):
                         transaction.put(
@@ -374,7 +335,7 @@ class Hdf5(Subject):
         with import_module("h5py").File(self.folder / "records.h5", "w") as file:
             shape = (self.source.rows, self.source.record_bytes)
             dataset = file.create_dataset("records", shape=shape, dtype="uint8")
-            for first, records in self.source.shards():
+            for first, records in self.source.batches():
                 dataset[first : first + len(records)] = records
 
     def open(self) -> None:
@@ -403,14 +364,36 @@ SUBJECTS: Mapping[str, type[Subject]] = {READER: EdjeReader, **PEERS}
 """Everything that a worker process can measure, by name."""
 
 
-def installed_version(name: str) -> str | None:
-    """Return the version of the package of a subject. Return None if the package is not
-    installed.
+def subject_versions() -> dict[str, tuple[str | None, str]]:
+    """Return the version and the setting of each subject. The version is None if the
+    package of the subject is not installed.
     """
-    package = SUBJECTS[name].package
-    if package is None:
-        return __version__
-    try:
-        return f"{package} {version(package)}"
-    except PackageNotFoundError:
-        return None
+    versions = dict[str, tuple[str | None, str]]()
+    for name, subject in SUBJECTS.items():
+        number: str | None = __version__
+        if subject.package is not None:
+            try:
+                number = f"{subject.package} {version(subject.package)}"
+            except PackageNotFoundError:
+                number = None
+        versions[name] = (number, subject.setting)
+    return versions
+
+
+def open_subject(name: str, source: StoredRecords, scratch: Path) -> Subject:
+    """Open a subject. If it reads a copy of the records, the copy is in the directory
+    `scratch`, and is written there if it is missing.
+    """
+    kind = SUBJECTS[name]
+    folder = scratch / f"{source.precision}-{name}"
+    if kind.copies and not folder.exists():
+        # The copy is renamed when it is complete, so that an interruption leaves no
+        # incomplete copy under the final name.
+        part = folder.with_name(f"{folder.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        kind(source, part).prepare()
+        part.rename(folder)
+    subject = kind(source, folder)
+    subject.open()
+    return subject

@@ -1,0 +1,538 @@
+"""Measures how fast blocks of a local index are fetched, beside other libraries and the
+disk itself.
+
+A subject is this project's reader, another library (a peer) or the disk itself. A run
+measures one subject: first with a cold page cache and then, unless the subject is the
+disk, with a warm one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.disk import (
+    WARM,
+    bytes_read,
+    describe_disk,
+    evict,
+    fio_version,
+    load,
+    resident,
+)
+from benchmarks.harness import Say, Task, run
+from benchmarks.peers import (
+    PEERS,
+    READER,
+    StoredRecords,
+    Subject,
+    open_subject,
+    subject_versions,
+)
+from benchmarks.report import DEVICE, Report, faster, select
+from pipelines.environment import available_memory
+from storage_formats.arrays import Ints
+from storage_formats.codecs import codec, finest
+from storage_formats.errors import EdjeError, UsageError
+from storage_formats.format.manifest import Manifest
+from storage_formats.reading.files import sector_bytes
+from storage_formats.reading.memory import aligned_bytes
+from storage_formats.token_store import TokenStore
+
+# number of candidates in a typical query
+QUERY = 100
+# A workload with small calls repeats them until it has fetched about this number of
+# blocks.
+_BLOCKS = 5_000
+# limits of `--quick`: blocks per large fetch, number of runs, and bytes that the rows
+# take in the largest precision
+_QUICK_POOL = 2_000
+_QUICK_REPEATS = 2
+_QUICK_BYTES = 1 << 30
+# free disk space that must remain beside the copies
+_SPARE_BYTES = 1 << 30
+# Largest size of a copy, relative to the stored records. It is that of LMDB, which
+# stores a long value in whole pages.
+_COPY_RATIO = 1.4
+# Smaller indexes may fit in a cache of the host or of the drive.
+_SMALL_BYTES = 1 << 30
+# number of blocks in the warm-up call, which is enough to trigger the imports and the
+# compilation that large calls need
+_WARM_UP = 1024
+# Of the last call, this number of blocks is compared with the results of plain file
+# reads.
+_CHECKED = 32
+_FIO_JOBS = 4
+_FIO_DEPTH = 64
+_SEQUENTIAL_BYTES = 1 << 20
+_FIO_OPTIONS = "--readonly --ioengine=io_uring --direct=1 --group_reporting"
+# Largest number of files that fio reads. If an index has more files, fio gets a sample
+# of them, because it opens all its files at once.
+_FIO_FILES = 100
+_PERCENTILES = (50, 95, 99)
+# smallest fraction of the requested bytes that a cold run must read from the disk
+_READ_AT_LEAST = 0.9
+# assumed duration of a run: a fixed part, and a part per gigabyte that the run reads
+_RUN_SECONDS = 2.0
+_GIGABYTE_SECONDS = 1.0
+# A search reads the embeddings of twice as many rows as its pool has candidates.
+_EMBEDDINGS = 2
+
+_METHOD = """- Cold: the files were evicted from the page cache before the run, which
+  read the requested bytes from storage. Warm: at least 99 % of the pages were in the
+  page cache, and all blocks were fetched before.
+- The device: the program fio reads as many records at random positions, each in whole
+  sectors, with up to 4 jobs of 64 reads in flight, but no more reads than a call has
+  blocks; or as many bytes in contiguous reads of 1 MiB.
+- GB/s: stored bytes of the requested blocks. edje-index checks and decodes them to
+  bfloat16 in this time. The others return stored bytes unchecked, and fio discards
+  them.
+- edje-index / row: ratio of the rates, as the median over repeats. Less than 1: the row
+  is faster.
+- CPU: user and system time of the process.
+- Read: bytes that the kernel counted as read from storage, divided by the bytes of the
+  requested blocks.
+- p50, p95, p99: of a call, and of a single read for the device. The files are evicted
+  once, before the first call. No block is requested twice, but readahead may load
+  blocks of later calls into the page cache.
+- The report cannot see caches of the drive or, in a virtual machine, of the host.
+- Run the commands in the directory of the index."""
+
+
+class Workload(NamedTuple):
+    """The blocks that a run fetches.
+
+    Attributes:
+        rows: blocks are drawn from the first `rows` rows of the index.
+        blocks: number of blocks in all calls together. No row is requested twice.
+        pool: number of blocks per call.
+        is_contiguous: True if the requested rows are contiguous, False if they are
+            random.
+    """
+
+    rows: int
+    blocks: int
+    pool: int
+    is_contiguous: bool = False
+
+    @property
+    def title(self) -> str:
+        if self.pool < self.blocks:
+            return f"{self.blocks:,} random blocks, {self.pool:,} per call"
+        order = "contiguous" if self.is_contiguous else "random"
+        return f"{self.blocks:,} {order} blocks in one call"
+
+
+PAPER = Workload(rows=100_000, blocks=50_000, pool=50_000)
+"""The test of the EDJE paper with random blocks. The paper repeats it with contiguous
+blocks.
+"""
+# seconds that the paper gives for its test
+_PAPER_SECONDS = {
+    PAPER.title: 0.59,
+    PAPER._replace(is_contiguous=True).title: 0.39,
+}
+
+
+def bench_fetch(
+    index: Path,
+    say: Say,
+    report_folder: Path | None = None,
+    *,
+    precisions: Sequence[str] = (),
+    pool: int = 50_000,
+    repeats: int = 5,
+    quick: bool = False,
+    paper: bool = False,
+) -> Report:
+    """Run the benchmark and return the report.
+
+    The arguments are options of `edje-index bench fetch`. If `precisions` names only
+    some of the stored precisions, only the large fetch is measured for the others.
+    Copies for peers are kept in a directory beside the index until the end.
+
+    Raises:
+        UsageError: the index or a precision does not exist, the index is too small, or
+            the disk has too little free space. The error is raised before any file is
+            written.
+    """
+    if platform.system() != "Linux":
+        raise UsageError(
+            "bench fetch runs only on Linux, because it evicts files from the page"
+            " cache and reads kernel counters"
+        )
+    manifest = Manifest.load(index)
+    spec = manifest.spec
+    for name in precisions:
+        TokenStore.open(index, name).close()
+    if manifest.counts.inputs == manifest.snapshot.deleted_rows:
+        raise UsageError(f"{index} has no blocks to fetch; build a larger index")
+    index = index.resolve()
+    default = (finest(spec.precisions),) if quick else spec.precisions
+    compared = precisions or default
+    record_bytes = {
+        name: codec(name, spec.block_shape).record_bytes for name in spec.precisions
+    }
+    subjects = subject_versions()
+    peers = [name for name in PEERS if subjects[name][0]]
+    rows = spec.rows
+    options = "".join(f" --precision {name}" for name in precisions)
+    notes = [
+        f"{name} is left out: {PEERS[name].package} is not installed"
+        for name in PEERS
+        if name not in peers
+    ]
+    small = [name for name, size in record_bytes.items() if rows * size < _SMALL_BYTES]
+    if quick:
+        pool = min(pool, _QUICK_POOL)
+        repeats = min(repeats, _QUICK_REPEATS)
+        rows = min(rows, _QUICK_BYTES // max(record_bytes.values()))
+        options += " --quick"
+        small = list(record_bytes)
+    if small:
+        notes.append(
+            f"warning: {', '.join(small)}: only the first {rows:,} rows are read, which"
+            " may fit in a cache of the drive or the host; before you decide, measure"
+            " an index of more than 1 GiB without --quick"
+        )
+    if paper:
+        pool = PAPER.pool
+        peers = ["np.memmap"]
+        rows = PAPER.rows
+        options += " --paper"
+        if spec.rows < rows:
+            raise UsageError(
+                f"the paper's test needs {rows:,} rows, and the index has"
+                f" {spec.rows:,}; write a larger one with 'edje-index bench"
+                " make-synthetic'"
+            )
+    fio = fio_version()
+    device = [DEVICE] if fio else []
+    subjects[DEVICE] = (fio, _FIO_OPTIONS)
+    if not device:
+        notes.append(
+            "the device alone is not measured: the program fio is not installed"
+        )
+    scratch = index.with_name(f".{index.name}.bench-fetch")
+    tasks = []
+    for name, size in record_bytes.items():
+        for number, (workload, with_peers) in enumerate(workloads(rows, pool, paper)):
+            if number and name not in compared:
+                continue
+            others = peers if with_peers and name in compared else []
+            read = (2 * workload.blocks + rows) * size / 1e9
+            tasks += [
+                Task(
+                    name,
+                    workload.title,
+                    subject,
+                    f"benchmarks.fetch:{'run_fio' if subject == DEVICE else 'measure'}",
+                    [index.name, scratch.name, name, workload, subject, repeat],
+                    repeat,
+                    _RUN_SECONDS + _GIGABYTE_SECONDS * read,
+                )
+                for repeat in range(repeats)
+                # Each repeat begins with another subject.
+                for subject in np.roll([*device, READER, *others], -repeat).tolist()
+            ]
+    copied = sum(PEERS[name].copies for name in peers) * rows * _COPY_RATIO
+    copy_bytes = copied * max(record_bytes[name] for name in compared)
+    notes.append(f"copies for other libraries take up to {copy_bytes / 1e9:.1f} GB")
+    free = shutil.disk_usage(index.parent).free
+    if not scratch.exists() and copy_bytes + _SPARE_BYTES > free:
+        raise UsageError(
+            f"{scratch.parent} has {free / 1e9:.1f} GB free, but the copies for other"
+            f" libraries need {copy_bytes / 1e9:.1f} GB; make room, or measure a part"
+            " of the index in a quick run"
+        )
+    about = {
+        "name": "fetch",
+        "title": "Fetching blocks",
+        "command": (
+            f"edje-index bench fetch {index.name}{options} --pool {pool}"
+            f" --repeats {repeats}"
+        ),
+        # An index with another plan has other blocks.
+        "settings": {"rows": rows, "plan": manifest.plan},
+        "environment": {
+            "disk": describe_disk(index),
+            "load": f"{os.getloadavg()[0]:.1f} before the first run",
+        },
+        "subjects": subjects,
+        "reference": READER,
+        "overview": "Cold random blocks",
+        "notes": notes,
+        "method": _METHOD,
+    }
+    return run(
+        about,
+        tasks,
+        index.parent,
+        scratch,
+        say,
+        verdict=lambda measured: verdict(measured, rows / tasks[0].arguments[3].blocks),
+        report_folder=report_folder,
+    )
+
+
+def workloads(rows: int, pool: int, paper: bool = False) -> list[tuple[Workload, bool]]:
+    """Return (workload, with_peers) for each workload on an index of `rows` rows, the
+    large random fetch first. `with_peers` is True if other libraries are measured, too.
+    """
+    count = max(1, min(pool, rows // 2))
+    large = [
+        (Workload(rows, count, count), True),
+        (Workload(rows, count, count, is_contiguous=True), True),
+    ]
+    if paper:
+        return large
+    sizes = (size for size in (1, 10, QUERY, 1_000, 10_000) if size < count)
+    return large + [
+        (
+            Workload(rows, max(size, min(_BLOCKS, count) // size * size), size),
+            size == QUERY,
+        )
+        for size in sizes
+    ]
+
+
+def run_fio(
+    root: str, scratch: str, precision: str, values: Sequence[Any], name: str, seed: int
+) -> Iterator[Report]:
+    """Let the program fio read as many records as a workload requests from the files of
+    the index. fio bypasses the page cache. The arguments are those of `measure`.
+
+    A random read takes all sectors of one record. A contiguous read takes 1 MiB. The
+    number of reads in flight is the number of blocks per call, but at most 256, in up
+    to 4 jobs.
+    """
+    workload = Workload(*values)
+    source = StoredRecords(Path(root), precision, workload.rows)
+    files = source.files()
+    files = files[:: -(-len(files) // _FIO_FILES)]
+    sector = sector_bytes(source.root)
+    size = -(-source.record_bytes // sector) * sector
+    total = workload.blocks * size
+    jobs = min(_FIO_JOBS, workload.pool)
+    order = ["--rw=randread", "--file_service_type=random"]
+    if workload.is_contiguous:
+        jobs = 1
+        size = min(_SEQUENTIAL_BYTES, files[-1].stat().st_size // sector * sector)
+        total = max(size, workload.blocks * source.record_bytes)
+        order = ["--rw=read", "--file_service_type=sequential"]
+    command = [
+        "fio",
+        "--name=device",
+        f"--filename={':'.join(path.name for path in files)}",
+        *_FIO_OPTIONS.split(),
+        "--output-format=json",
+        *order,
+        f"--bs={size}",
+        f"--numjobs={jobs}",
+        f"--iodepth={min(_FIO_DEPTH, workload.pool // jobs)}",
+        f"--io_size={total // jobs}",
+        f"--randseed={seed + 1}",
+    ]
+    done = subprocess.run(
+        command, cwd=source.array_path, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise EdjeError((done.stderr or done.stdout).strip()[-500:])
+    # fio may print notes before the JSON object.
+    (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+    read = job["read"]
+    blocks = read["total_ios"]
+    if workload.is_contiguous:
+        blocks = read["io_bytes"] / source.record_bytes
+    cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
+    # percentiles of single reads, not of calls
+    percentiles = read["clat_ns"]["percentile"]
+    yield {
+        "case": "cold",
+        "command": f"(cd {source.array_path} && {shlex.join(command)})",
+        "values": _values(
+            blocks,
+            source.record_bytes,
+            max(1, read["runtime"]) / 1e3,
+            cpu,
+            read["io_bytes"],
+            [percentiles[f"{each:.6f}"] / 1e6 for each in _PERCENTILES],
+        ),
+    }
+
+
+def measure(
+    root: str, scratch: str, precision: str, values: Sequence[Any], name: str, seed: int
+) -> Iterator[Report]:
+    """Measure all calls of a subject, first with a cold page cache and then with a
+    warm one.
+
+    Args:
+        scratch: directory for the subject's copy of the records.
+        values: attributes of a `Workload`.
+
+    Raises:
+        EdjeError: the subject returned wrong blocks.
+    """
+    workload = Workload(*values)
+    source = StoredRecords(Path(root), precision, workload.rows)
+    copies = Path(scratch)
+    subject = open_subject(name, source, copies)
+    calls = [
+        source.row_ids[positions]
+        for positions in draw_calls(workload, len(source.row_ids), seed)
+    ]
+    size = subject.output_bytes
+    buffer = aligned_bytes(len(calls[0]) * size).reshape(len(calls[0]), size)
+    # Write to the buffer once. Otherwise, the page faults of fresh memory would be
+    # measured as a part of the first fetch.
+    buffer.fill(1)
+    files = subject.files()
+    # The warm-up fetches rows that no timed call requests, if there are any.
+    unused = np.setdiff1d(source.row_ids, np.concatenate(calls))
+    if not len(unused):
+        unused = calls[0]
+    warm_up = np.random.default_rng(0).permutation(unused)[:_WARM_UP]
+    records = aligned_bytes(len(warm_up) * size).reshape(len(warm_up), size)
+    subject.fetch(warm_up, records)
+    # A subject may use other code for short calls. A call of at most the size of the
+    # timed calls therefore warms up this code, too.
+    subject.fetch(warm_up[: len(buffer)], buffer[: len(warm_up)])
+    # Open the subject again, which closes the files of the warm-up. Pages that are
+    # mapped into memory cannot be evicted.
+    del subject
+    subject = open_subject(name, source, copies)
+    problem = evict(files)
+    cold = _timed(subject, calls, buffer)
+    if cold["read"] < _READ_AT_LEAST:
+        problem["problem"] = f"not cold: only {cold['read']:.0%} of the bytes were read"
+    yield {"case": "cold", "values": cold} | problem
+    if sum(path.stat().st_size for path in files) > available_memory():
+        yield {"case": "warm", "problem": "the files do not fit in memory"}
+        return
+    load(files)
+    # Open the subject again, because a reader may remember for some seconds that the
+    # files were not in the page cache.
+    subject = open_subject(name, source, copies)
+    for ids in calls:
+        subject.fetch(ids, buffer[: len(ids)])
+    cached = resident(files)
+    problem = {"problem": f"not warm: only {cached:.1%} of the pages are cached"}
+    warm = _timed(subject, calls, buffer)
+    yield {"case": "warm", "values": warm} | ({} if cached >= WARM else problem)
+
+
+def _timed(subject: Subject, calls: Sequence[Ints], buffer: Any) -> dict[str, float]:
+    seconds: list[float] = []
+    records = buffer
+    read_before = bytes_read()
+    cpu_before = time.process_time()
+    for ids in calls:
+        started = time.perf_counter()
+        records = subject.fetch(ids, buffer[: len(ids)])
+        seconds.append(time.perf_counter() - started)
+    cpu = time.process_time() - cpu_before
+    read = bytes_read() - read_before
+    last = calls[-1][:_CHECKED]
+    wrong = int((records[: len(last)] != subject.expected(last)).any(axis=1).sum())
+    if wrong:
+        raise EdjeError(f"{wrong} of the checked blocks were wrong")
+    return _values(
+        sum(map(len, calls)),
+        subject.source.record_bytes,
+        sum(seconds),
+        cpu,
+        read,
+        (np.percentile(seconds, _PERCENTILES) * 1e3).tolist(),
+    )
+
+
+def _values(
+    blocks: float,
+    record_bytes: int,
+    seconds: float,
+    cpu_seconds: float,
+    read_bytes: int,
+    milliseconds: Sequence[float],
+) -> dict[str, float]:
+    return {
+        "GB/s": blocks * record_bytes / seconds / 1e9,
+        "blocks/s": blocks / seconds,
+        "CPU us per block": cpu_seconds / blocks * 1e6,
+        "read": read_bytes / (blocks * record_bytes),
+        **{
+            f"p{percent} ms": value
+            for percent, value in zip(_PERCENTILES, milliseconds, strict=True)
+        },
+    }
+
+
+def draw_calls(workload: Workload, rows: int, seed: int) -> Sequence[Ints]:
+    """Draw the rows of each call. A row is a number from 0 to `rows` - 1.
+
+    Equal seeds give equal rows for all subjects. No row is drawn twice, so that a cold
+    run does not read rows that earlier calls have cached.
+    """
+    rng = np.random.default_rng([seed, workload.blocks, workload.pool])
+    blocks = min(workload.blocks, rows)
+    ids = rng.choice(rows, blocks, replace=False)
+    if workload.is_contiguous:
+        ids = np.arange(blocks) + int(rng.integers(0, rows - blocks + 1))
+    return np.split(ids, range(workload.pool, blocks, workload.pool))
+
+
+def verdict(rows: list[Report], draw: float) -> Iterator[str]:
+    """Yield sentences about the rates of the disk, the queries and photos per second
+    that it feeds, the cases in which a library is faster than edje-index, and the times
+    that the EDJE paper reports. The large call draws one row in `draw`.
+    """
+    cold = select(rows, case="cold")
+    for precision in dict.fromkeys(row["group"] for row in cold):
+        of_precision = select(cold, group=precision)
+        large = of_precision[0]["table"]
+        for device in select(of_precision, table=large, subject=DEVICE):
+            values = device["values"]
+            yield (
+                f"{precision}: the disk delivers records of"
+                f" {values['GB/s'] * 1e9 / values['blocks/s']:,.0f} bytes at"
+                f" {values['GB/s']:.2f} GB/s ({values['blocks/s']:,.0f} reads/s, p50"
+                f" {values['p50 ms']:.2f} ms, p99 {values['p99 ms']:.2f} ms), and"
+                f" edje-index reads at {device['ratio'] or 0:.2f} of this rate."
+            )
+        rates = {
+            row["table"]: row["values"]["blocks/s"]
+            for row in select(of_precision, subject=READER)
+        }
+        for title, rate in rates.items():
+            if title == large:
+                yield f"{precision}: {rate:,.0f} photos/s in one call from this disk."
+            elif title.endswith(f" {QUERY} per call"):
+                queries = rate / QUERY
+                yield (
+                    f"{precision}: {queries:,.0f} queries of {QUERY} photos per second,"
+                    f" one after another ({rate:,.0f} photos/s); about"
+                    f" {queries / (1 + _EMBEDDINGS):,.0f} if the disk must also read"
+                    f" the embeddings of {_EMBEDDINGS * QUERY} rows per query."
+                )
+            if title in _PAPER_SECONDS:
+                yield (
+                    f"{title}: {PAPER.blocks / rate:.2f} s at {precision}; the paper"
+                    f" takes {_PAPER_SECONDS[title]} s from a memory map."
+                )
+    yield (
+        f"The large call draws one row in {draw:.0f}, and neighbours are read in one"
+        " request. Among 100 million rows, neighbours are too far apart: then count on"
+        " the rate of the device. A joint encoder that scores N pairs/s needs N"
+        " photos/s."
+    )
+    yield from faster(rows, READER)

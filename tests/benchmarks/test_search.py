@@ -1,0 +1,139 @@
+"""`bench search`: late interaction, the load generator, and the command."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+
+from benchmarks.peers import READER, StoredRecords, subject_versions
+from benchmarks.search import _open_system, keeps_up, load_values, open_loop, verdict
+from tests.conftest import REPO
+
+GOLDEN = REPO / "tests" / "golden" / "release_0_1"
+# The bundle of release 0.1 names a hubness correction.
+pytestmark = pytest.mark.filterwarnings("ignore:.*hubness correction:RuntimeWarning")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reader", subject_versions())
+def test_every_system_finds_the_same_hits(tmp_path, reader):
+    if subject_versions()[reader][0] is None:
+        pytest.skip(f"{reader} is not installed")
+    source = StoredRecords(GOLDEN / "index", "bf16", 1000)
+    count = len(source.row_ids)
+    blocks = source.store.fetch(source.row_ids).astype(np.float32)
+    search = _open_system(reader, source, tmp_path, count)
+    for words in (blocks[3][:2], blocks[1][:3]):
+        scores = source.store.max_sim(words, source.row_ids)
+        best = source.row_ids[np.argsort(-np.nan_to_num(scores, nan=-np.inf))]
+        width = json.loads((GOLDEN / "index/index.json").read_text())["embed_dim"]
+        hits = search(words, np.eye(width, dtype=np.float32)[0])
+        assert list(hits) == best[: len(hits)].tolist()
+        assert len(hits) > 1
+
+
+@pytest.mark.parametrize(
+    ("answered", "p95", "expected"),
+    [(100, 200, True), (98, 200, False), (100, 499, True), (100, 600, False)],
+)
+def test_a_service_keeps_up_if_it_answers_in_time(answered, p95, expected):
+    load = {"answered %": answered, "p95 ms": p95}
+    assert keeps_up(load, {"p95 ms": 100}) == expected
+
+
+def test_the_verdict_names_the_last_load_that_the_service_kept_up_with():
+    rows = [
+        {
+            "table": "service, pool 20",
+            "subject": READER,
+            "ratio": None,
+            "values": {"offered/s": rate},
+        }
+        for rate in (1, 2, 3)
+    ]
+    (line,) = verdict(rows)
+    assert line == "The service, pool 20, keeps up with 2.00 searches per second."
+
+
+def test_latency_counts_from_the_planned_time():
+    """A server that takes one request at a time, 50 ms each: requests planned at
+    once wait for each other.
+    """
+    turn = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            query = json.loads(body)["query"]
+            with turn:
+                time.sleep(0.05)
+            answer = json.dumps({"timing": {"batch": 1}}).encode()
+            self.send_response(429 if query == "b" else 200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        bodies = [{"query": "a"}, {"query": "b"}]
+        try:
+            exchanges = open_loop(url, bodies, [0.0, 0.0, 0.0, 0.0])
+        finally:
+            server.shutdown()
+            thread.join()
+    assert [batch for _, batch in exchanges] == [1, None, 1, None]
+    assert max(seconds for seconds, _ in exchanges) >= 0.2
+    values = load_values(exchanges, 2.0, 2.0)
+    assert (values["answered/s"], values["answered %"]) == (1.0, 50)
+    assert values["p99 ms"] >= values["p50 ms"] >= 50
+
+
+def test_an_index_without_embeddings_to_search_is_refused(index, run):
+    code, _, err = run("bench", "search", index)
+    assert (code, "no nearest-neighbour index" in err) == (2, True)
+
+
+# starts the service and many processes
+@pytest.mark.slow
+def test_the_command_measures_every_workload(tmp_path, run):
+    import shutil
+
+    index = shutil.copytree(GOLDEN / "index", tmp_path / "index")
+    (tmp_path / "queries.txt").write_text("\n".join(map("{} canoes".format, range(8))))
+    options = ["--model", GOLDEN / "model", "--queries", tmp_path / "queries.txt"]
+    options += ["--pool", 11, "--seconds", 1, "--report", tmp_path / "out", "--json"]
+    code, out, err = run("bench", "search", index, *options)
+    assert code == 0, err
+    report = json.loads(out)
+    rows = {}
+    for row in report["rows"]:
+        assert row["problems"] == []
+        rows.setdefault(row["table"], []).append(row)
+    assert {row["values"]["pairs/s"] > 0 for row in rows["joint encoder"]} == {True}
+    (query,) = rows["one query"]
+    assert query["case"] == "pool 11"
+    *kept, _ = rows["service, pool 11"]
+    assert (
+        f"keeps up with {kept[-1]['values']['offered/s']:.2f}" in report["verdict"][0]
+    )
+    late = {row["subject"]: row["values"] for row in rows["late interaction, pool 11"]}
+    assert {f"{READER} bf16", "FAISS, np.memmap"} <= set(late)
+    shares = {
+        late[name]["own row first %"] for name in (f"{READER} bf16", "FAISS, np.memmap")
+    }
+    assert len(shares) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "index",
+        "out",
+        "queries.txt",
+    ]
