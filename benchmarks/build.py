@@ -27,6 +27,7 @@ from edje_index.bundles.random_bundle import UntrainedSizes, create_untrained_bu
 from edje_index.images.decode import decode_rgb
 from edje_index.indexing.image_encoder import ImageEncoder
 from pipelines.jobs.build import build_index
+from storage_formats.arrays import Floats
 from storage_formats.codecs import BF16
 from storage_formats.errors import UsageError
 
@@ -41,8 +42,8 @@ _SAMPLE_SECONDS = 0.2
 _EXTENSIONS = {".jpg", ".jpeg", ".png"}
 METHOD = """- photos/s: of a build, from the end of its first shards to the end of the
   last. The bare loop decodes, resizes and encodes in one thread.
-- CPU: processor time per photo of the process and its descendants; and of this process
-  alone, which runs the model in an inline build.
+- CPU: processor time per photo of the process and its descendants, with their start;
+  and of this process alone, which runs the model in an inline build, without its start.
 - Memory: largest sum of the proportional set sizes of all processes.
 - Read, decode, wait, encode, write: seconds of a build. The model waits for photos."""
 
@@ -146,7 +147,6 @@ def measure(
             values = build(paths, Path(folder), model, device, subject, workers)
     values |= {
         "CPU ms": 1e3 * cost["cpu"] / images,
-        "CPU ms of this process": 1e3 * cost["own"] / images,
         "memory MiB": cost["peak"] / 2**20,
     }
     yield {"case": "", "values": values}
@@ -167,11 +167,11 @@ def build(
     lines = (json.dumps({"path": str(path)}) + "\n" for path in photos)
     source.write_text("".join(lines))
     shard = 2 * _BATCH[device]
-    ends = [time.perf_counter()]
+    ends = [_clocks()]
 
     def on_event(event: Any) -> None:
         if getattr(event, "finished_shard", None) is not None:
-            ends.append(time.perf_counter())
+            ends.append(_clocks())
 
     result = build_index(
         source,
@@ -185,22 +185,31 @@ def build(
     )
     # The first shard of each worker includes its start.
     skipped = workers if len(ends) > workers + 1 else 0
-    rate = (len(photos) - skipped * shard) / (ends[-1] - ends[skipped])
     stages = {f"{name} s": seconds for name, seconds in result.stage_seconds.items()}
-    return {"photos/s": rate, **stages}
+    return _values(len(photos) - skipped * shard, ends[-1] - ends[skipped]) | stages
 
 
 def bare_loop(paths: Sequence[Path], model: str, device: str) -> dict[str, float]:
     """Decode, resize and encode photos in this thread. Return the rate."""
     encoder = ImageEncoder.open(model, device=device)
     batch = encoder.new_batch(_BATCH[device])
-    started = time.perf_counter()
+    started = _clocks()
     for start in range(0, len(paths), len(batch)):
         part = paths[start : start + len(batch)]
         for position, path in enumerate(part):
             encoder.preprocess(decode_rgb(path.read_bytes()), batch[position])
         encoder.encode(batch[: len(part)])
-    return {"photos/s": len(paths) / (time.perf_counter() - started)}
+    return _values(len(paths), _clocks() - started)
+
+
+def _clocks() -> Floats:
+    return np.array([time.perf_counter(), time.process_time()])
+
+
+def _values(photos: int, seconds: Floats) -> dict[str, float]:
+    elapsed, processor = seconds.tolist()
+    own = 1e3 * processor / photos
+    return {"photos/s": photos / elapsed, "CPU ms of this process": own}
 
 
 def _constants(encoder: ImageEncoder, pixels: Any) -> tuple[Any, Any]:
@@ -211,9 +220,9 @@ def _constants(encoder: ImageEncoder, pixels: Any) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def costs() -> Iterator[dict[str, float]]:
-    """Yield a dictionary that has, after the block, the processor seconds `own` of this
-    process, and `cpu` and `peak` of this process and its descendants. `peak` is the
-    largest sum of the proportional set sizes, in bytes.
+    """Yield a dictionary that has, after the block, the processor seconds `cpu` and the
+    memory `peak` in bytes of this process and its descendants. `peak` is the largest
+    sum of the proportional set sizes.
     """
     # Daemons of Ray outlive the process that started them. As a subreaper, this process
     # becomes their parent and can measure them.
@@ -241,5 +250,4 @@ def costs() -> Iterator[dict[str, float]]:
     finally:
         ended.set()
         sampler.join()
-    seconds[here.pid] = cost["own"] = time.process_time() - before
-    cost["cpu"] = sum(seconds.values())
+    cost["cpu"] = sum(seconds.values()) - before

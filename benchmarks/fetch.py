@@ -226,9 +226,10 @@ def bench_fetch(
     scratch = index.with_name(f".{index.name}.bench-fetch")
     tasks = []
     for name, size in record_bytes.items():
-        for number, (workload, with_peers) in enumerate(workloads(rows, pool, paper)):
+        for number, workload in enumerate(workloads(rows, pool, paper)):
             if number and name not in compared:
                 continue
+            with_peers = number < 2 or workload.pool == QUERY
             others = peers if with_peers and name in compared else []
             read = (2 * workload.blocks + rows) * size / 1e9
             tasks += [
@@ -285,24 +286,20 @@ def bench_fetch(
     )
 
 
-def workloads(rows: int, pool: int, paper: bool = False) -> list[tuple[Workload, bool]]:
-    """Return (workload, with_peers) for each workload on an index of `rows` rows, the
-    large random fetch first. `with_peers` is True if other libraries are measured, too.
-    """
+def workloads(rows: int, pool: int, paper: bool = False) -> list[Workload]:
+    """Return the workloads on an index of `rows` rows, the large random fetch first."""
     count = max(1, min(pool, rows // 2))
-    large = [
-        (Workload(rows, count, count), True),
-        (Workload(rows, count, count, is_contiguous=True), True),
-    ]
-    if paper:
-        return large
-    sizes = (size for size in (1, 10, QUERY, 1_000, 10_000) if size < count)
-    return large + [
-        (
-            Workload(rows, max(size, min(_BLOCKS, count) // size * size), size),
-            size == QUERY,
-        )
-        for size in sizes
+    large = Workload(rows, count, count)
+    sizes = () if paper else (1, 10, QUERY, 1_000, 10_000)
+    blocks = min(_BLOCKS, count)
+    return [
+        large,
+        large._replace(is_contiguous=True),
+        *(
+            Workload(rows, max(size, blocks // size * size), size)
+            for size in sizes
+            if size < count
+        ),
     ]
 
 

@@ -59,6 +59,12 @@ class Task(NamedTuple):
     repeat: int = 0
     seconds: float = 1.0
 
+    @property
+    def command(self) -> str:
+        """The command that repeats this run in the folder of the benchmark."""
+        arguments = shlex.quote(json.dumps(self.arguments))
+        return f"python -m benchmarks.harness {self.function} {arguments}"
+
 
 def run(
     about: Report,
@@ -118,7 +124,7 @@ def run(
         before = len(results)
         left = seconds - (time.monotonic() - started)
         for result in _results(task, folder, left):
-            results.append(task._asdict() | {"command": _command(task)} | result)
+            results.append(task._asdict() | {"command": task.command} | result)
             text = result.get("problem") or ", ".join(
                 f"{name} {value:,.4g}" for name, value in result["values"].items()
             )
@@ -201,11 +207,6 @@ def run_command(*arguments: object) -> Report:
         )
     report: Report = json.loads(done.stdout)
     return report
-
-
-def _command(task: Task) -> str:
-    arguments = shlex.quote(json.dumps(task.arguments))
-    return f"python -m benchmarks.harness {task.function} {arguments}"
 
 
 def summaries(results: Sequence[Report], reference: str) -> list[Report]:

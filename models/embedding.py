@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,11 +166,9 @@ def start_model(
         name: tensor.float() for name, tensor in weights if not name.startswith(unused)
     }
     assign_weights(clip.text.transformer, text_weights, str(text))
-    bert_config = json.loads((text / "config.json").read_text())
-    bert_config = {
-        name: bert_config[name] for name in _BERT_FIELDS if name in bert_config
-    }
-    return EmbeddingModel(clip, config, text_tokenizer(config, text), bert_config)
+    fields = json.loads((text / "config.json").read_text())
+    fields = {name: fields[name] for name in _BERT_FIELDS if name in fields}
+    return EmbeddingModel(clip, config, text_tokenizer(config, text), fields)
 
 
 @torch.no_grad()
@@ -181,20 +178,12 @@ def pair_features(
     """Return the features of images and captions, computed with the frozen towers."""
     prepare = Preprocessor(model.config)
     images = []
-    with ThreadPoolExecutor(4) as pool:
-        for start in range(0, len(items), IMAGE_BATCH):
-            paths = [Path(item.path) for item in items[start : start + IMAGE_BATCH]]
-            pixels = pool.map(
-                lambda path: prepare(decode_rgb(path.read_bytes())), paths
-            )
-            batch = normalize(torch.stack(list(pixels)), prepare.scale)
-            images.append(model.clip.visual.trunk(batch))
-            print(
-                f"image features: {start + len(paths)} of {len(items)}",
-                end="\r",
-                flush=True,
-            )
-    print()
+    for start in range(0, len(items), IMAGE_BATCH):
+        print(f"image features: {start} of {len(items)}", end="\r", flush=True)
+        paths = [Path(item.path) for item in items[start : start + IMAGE_BATCH]]
+        pixels = [prepare(decode_rgb(path.read_bytes())) for path in paths]
+        batch = normalize(torch.stack(pixels), prepare.scale)
+        images.append(model.clip.visual.trunk(batch))
     ids = model.tokenizer([caption for item in items for caption in item.captions])
     pad = model.text_config["pad_token_id"]
     lengths = (ids != pad).sum(dim=1)
@@ -272,16 +261,12 @@ def train_heads(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
     def drop(values: torch.Tensor) -> torch.Tensor:
-        return (
-            functional.dropout(values, dropout)
-            if heads.training and dropout
-            else values
-        )
+        return functional.dropout(values, dropout, heads.training)
 
-    hidden = [module for module in heads.modules() if isinstance(module, nn.GELU)]
     hooks = [
         module.register_forward_hook(lambda _module, _inputs, output: drop(output))
-        for module in hidden
+        for module in heads.modules()
+        if isinstance(module, nn.GELU)
     ]
     best_quality = -1.0
     best_state = list[torch.Tensor]()
@@ -312,15 +297,7 @@ def train_heads(
             print(f"epoch {epoch}: loss {np.mean(losses):.3f}, recall {recalls}")
             if not np.isfinite(losses).all():
                 raise ModelError("the loss is not finite; lower the learning rate")
-            quality = float(
-                np.mean(
-                    [
-                        by_cutoff[key]
-                        for by_cutoff in recalls.values()
-                        for key in ("R@1", "R@10")
-                    ]
-                )
-            )
+            quality = sum(each["R@1"] + each["R@10"] for each in recalls.values())
             if quality > best_quality:
                 best_quality = quality
                 best_recalls = recalls

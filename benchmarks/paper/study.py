@@ -132,33 +132,25 @@ class Study:
         if part == "pretrain":
             folder = self.data / "pretrain"
             kinds = (".jsonl", ".json", ".parquet", ".tar")
-            files = (
-                sorted(path for path in folder.iterdir() if path.suffix in kinds)
-                if folder.is_dir()
-                else []
-            )
+            files = sorted(path for path in folder.glob("*") if path.suffix in kinds)
             if not files:
                 raise MissingDataError(
                     f"{folder} has no caption files; put the caption files of the"
                     " pre-training images there"
                 )
             return files, folder, None
-        folder = self.data / "coco"
-        file = "dataset_coco.json"
+        name = "coco"
         images = "."
         if part == "flickr":
-            folder = self.data / "flickr30k"
-            file = "dataset_flickr30k.json"
+            name = "flickr30k"
             images = "flickr30k-images"
-        if not (folder / file).is_file():
+        folder = self.data / name
+        file = folder / f"dataset_{name}.json"
+        if not file.is_file():
             raise MissingDataError(
-                f"{folder / file} is missing; put the Karpathy split file there"
+                f"{file} is missing; put the Karpathy split file there"
             )
-        return (
-            [folder / file],
-            folder / images,
-            "train" if part == "finetune" else "test",
-        )
+        return [file], folder / images, "train" if part == "finetune" else "test"
 
     def tower(self, name: str) -> Path:
         """Return the path of the bundle with the towers `name`, a key of `TOWERS`."""
@@ -296,16 +288,9 @@ class Study:
                 images,
                 "".join(json.dumps({"path": path}) + "\n" for path in paths).encode(),
             )
-        command = [
-            "build",
-            images,
-            "--model",
-            bundle,
-            "--out",
-            f"{OUT}/images.edje",
-            "--quiet",
-        ]
-        folder, report = self.command("build", *command)
+        out = f"{OUT}/images.edje"
+        options = ("--model", bundle, "--out", out, "--quiet")
+        folder, report = self.command("build", "build", images, *options)
         return folder / "images.edje", report
 
     def results(
