@@ -38,7 +38,7 @@ _SIZES = (224, 384)
 _FREE = {"patch_size": 32, "vision_width": 64, "vision_layers": 2}
 # option of prctl(2), from <linux/prctl.h>
 _PR_SET_CHILD_SUBREAPER = 36
-_SAMPLE_SECONDS = 0.2
+_SAMPLE_SECONDS = 0.5
 _EXTENSIONS = {".jpg", ".jpeg", ".png"}
 METHOD = """- photos/s: of a build, from the end of its first shards to the end of the
   last. The bare loop decodes, resizes and encodes in one thread.
@@ -92,7 +92,10 @@ def bench_build(
     about = {
         "name": "build",
         "title": "Builds",
-        "command": f"edje-index bench build {photos.name} --images {images}",
+        "command": (
+            f"edje-index bench build {photos.name} --images {images} --device {device}"
+            + (f" --model {model.name}" if model else "")
+        ),
         "settings": {},
         "subjects": {
             name: (__version__, f"{count} workers") for name, count in workers.items()

@@ -27,6 +27,7 @@ from pipelines.cli.output import note, wants_json
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+_PARTS = ["limits", "decode", "score", "pool", "search", "train"]
 _report_option = click.option(
     "--report",
     "report_folder",
@@ -212,7 +213,7 @@ def search_command(index: Path, queries: Path | None, **options: Any) -> int:
 
 @bench.command("gpu")
 @click.argument("photos", type=_FOLDER)
-@option("--part", key="parts", multiple=True)
+@option("--part", click.Choice(_PARTS), key="parts", multiple=True)
 @option("--seconds", click.FloatRange(1), default=540.0)
 @option("--tiny", bool)
 @_report_option
@@ -232,8 +233,7 @@ def gpu_command(photos: Path, **options: Any) -> int:
       edje-index bench gpu ~/photos --tiny
 
     Options:
-        --part: Run only this part: limits, decode, score, pool, search, encode or
-            train; repeatable.  [default: all]
+        --part: Run only this part; repeatable.  [default: all, and builds]
         --seconds: Time limit. A part that needs more than what is left is skipped.
         --tiny: Rehearse with small models, which are fast enough for a CPU.
     """

@@ -95,7 +95,7 @@ def bench_gpu(
         Task(
             "GPU",
             part,
-            "",
+            str(kind),
             "benchmarks.gpu:measure",
             [part, folder, str(kind), tiny],
             seconds=PARTS[part],
@@ -159,9 +159,7 @@ def _result(case: str, is_right: bool = True, **values: float) -> Report:
     """Return a result. `_per_` in a name means /."""
     named = {name.replace("_per_", "/"): value for name, value in values.items()}
     result: Report = {"case": case, "values": named or {"equal": 1}}
-    return (
-        result if is_right else result | {"problem": f"WRONG: {named}", "wrong": True}
-    )
+    return result if is_right else result | {"problem": f"WRONG: {named}"}
 
 
 class _Check:

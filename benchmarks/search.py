@@ -133,14 +133,17 @@ def bench_search(
         title = f"service, pool {pool}"
         tasks.append(_task("serve", title, READER, [*given, queries, pool, seconds]))
     workloads = set(only or WORKLOADS)
-    if not queries:
+    options = "".join(f" --pool {pool}" for pool in pools)
+    options += "".join(f" --only {name}" for name in only)
+    if queries:
+        options += f" --queries FILE --seconds {seconds:g}"
+    else:
         workloads -= {"serve"}
         notes.append("the service is left out: give --queries")
     about = {
         "name": "search",
         "title": "Searches",
-        "command": f"edje-index bench search {index.name}"
-        + "".join(f" --pool {pool}" for pool in pools),
+        "command": f"edje-index bench search {index.name}{options}",
         "settings": {"plan": manifest.plan},
         "subjects": {READER: versions[READER]}
         | {name: versions[reader] for name, (reader, _) in systems.items()},
@@ -368,7 +371,7 @@ def load_values(
     """
     latencies = [seconds for seconds, batch in exchanges if batch is not None]
     batches = [batch for _, batch in exchanges if batch is not None]
-    p50, p95, p99 = np.percentile(latencies or [np.inf], [50, 95, 99]) * 1e3
+    p50, p95, p99 = np.percentile(latencies or [0.0], [50, 95, 99]) * 1e3
     return {
         "answered/s": len(latencies) / seconds,
         "offered/s": offered,
