@@ -43,6 +43,7 @@ REASONS = (
     "out-of-range",
     "not-a-local-path",
     "not-an-image",
+    "timed-out",
     "too-expensive",
     "too-many-bytes",
     "too-many-pixels",

@@ -20,6 +20,7 @@ from torch.nn import functional
 from edje_index.bundles.bundle import load_adapter, load_visual
 from edje_index.bundles.info import (
     ENCODER_FILES,
+    VISION_FOLDER,
     BundleInfo,
     read_bundle_info,
     verify_files,
@@ -27,6 +28,7 @@ from edje_index.bundles.info import (
 from edje_index.errors import ModelError
 from edje_index.images.preprocessing import Preprocessor, normalize
 from edje_index.models.adapter import COMPRESSED, Adapter
+from edje_index.models.clip_config import read_clip_config
 from edje_index.models.cuda_graph import CudaGraphs
 from edje_index.models.devices import (
     autocast,
@@ -194,6 +196,19 @@ class ImageEncoder:
             pin_memory=self.device.type == "cuda",
         )
 
+    def pin(self, pixels: Array) -> None:
+        """Pin memory, if the device is a GPU, so that it can be copied to the GPU while
+        this process continues.
+        """
+        if self.device.type == "cuda":
+            address = pixels.ctypes.data
+            torch.cuda.cudart().cudaHostRegister(address, pixels.nbytes, 0)  # type: ignore[attr-defined]
+
+    def unpin(self, pixels: Array) -> None:
+        """Undo `pin`."""
+        if self.device.type == "cuda":
+            torch.cuda.cudart().cudaHostUnregister(pixels.ctypes.data)  # type: ignore[attr-defined]
+
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
         """Copy pixels to the device of the weights, and normalise them.
 
@@ -243,6 +258,14 @@ class ImageEncoder:
         with autocast(dtype, self.device):
             normalized = self.normalize(pixels).to(self._weights)
             return image_tokens(self.vision, self.adapter, normalized)
+
+
+def read_preprocessor(info: BundleInfo) -> Preprocessor:
+    """Return the `preprocess` of the encoder of a bundle, without loading the
+    encoder.
+    """
+    folder = info.path / VISION_FOLDER
+    return Preprocessor(read_clip_config(folder, info.vision_name))
 
 
 def image_tokens(

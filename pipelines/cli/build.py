@@ -51,6 +51,7 @@ _NO_MODEL = (
 @option("--model")
 @engine_option
 @option("--workers", POSITIVE)
+@option("--helpers", click.IntRange(0))
 @option("--threads", POSITIVE)
 @address_option
 @shard_size_option
@@ -126,6 +127,8 @@ def build(dry_run: bool, **options: Any) -> None:
         --workers: Number of worker processes, which share the GPUs.  [default: twice
             the number of GPUs, or number of CPUs divided by --threads, but only as many
             as the memory has room for]
+        --helpers: Number of processes per worker that read, decode and resize images.
+            [default: --threads on a CPU, a share of the CPUs on cuda]
         --threads: Number of CPU threads per worker.  [default: number of CPUs, at most
             4]
         --batch-size: Number of images per forward pass.  [default: 8 on a CPU, 128 on

@@ -39,7 +39,7 @@ result. It raises `TaskInterrupted` if `should_stop()` returned True.
 """
 WorkerFactory = Callable[[], Worker]
 """Function that returns a worker. It is called in the process of the worker, so it must
-be picklable.
+be picklable. A worker may have a method `close`, which ends what the worker started.
 """
 
 
@@ -131,11 +131,13 @@ def run_inline(
         EdjeError: a worker cannot be built, or the engine failed during the run.
     """
     worker: Worker | None = None
-    with contextlib.suppress(TaskInterrupted):
+    with contextlib.ExitStack() as stack, contextlib.suppress(TaskInterrupted):
         for task in tasks:
             if should_stop():
                 return
-            worker = worker or build_worker(make_worker)
+            if worker is None:
+                worker = build_worker(make_worker)
+                stack.callback(close_worker, worker)
             yield run_task(worker, task, on_progress, should_stop)
 
 
@@ -197,6 +199,7 @@ def run_on_threads(
     finally:
         ended.set()
         pool.shutdown(wait=waits, cancel_futures=True)
+        close_worker(worker)
 
 
 def build_worker(make_worker: WorkerFactory) -> Worker:
@@ -208,6 +211,12 @@ def build_worker(make_worker: WorkerFactory) -> Worker:
             return make_worker()
     except Exception as error:
         raise EdjeError(f"a worker could not start: {describe_error(error)}") from error
+
+
+def close_worker(worker: Worker) -> None:
+    """Call the method `close` of `worker`, if it has one."""
+    if hasattr(worker, "close"):
+        worker.close()
 
 
 def run_task(
@@ -233,31 +242,12 @@ def run_task(
         raise failure from None
 
 
-def worker_machine() -> tuple[str, frozenset[str]]:
-    """Return the id of the machine of this worker, and the ids of all machines of the
-    Ray cluster that are not lost.
-
-    Each id begins with the id of the Ray job, so that the machines of an earlier job
-    count as lost. Outside a Ray cluster, return ("", frozenset()). No ids are needed
-    there: if the only machine is lost, the job is lost, too.
-    """
-    ray = _cluster()
-    if ray is None:
-        return "", frozenset()
-    context = ray.get_runtime_context()
-    job = context.get_job_id()
-    alive = (node["NodeID"] for node in ray.nodes() if node["Alive"])
-    return f"{job}/{context.get_node_id()}", frozenset(
-        f"{job}/{node}" for node in alive
-    )
-
-
 def machine_gpus() -> int:
-    """Return the number of GPUs that this machine has in the Ray cluster, at least 1.
-    Outside a Ray cluster, return 1.
+    """Return the number of GPUs that Ray uses on this machine, at least 1. Without Ray,
+    return 1.
     """
-    ray = _cluster()
-    if ray is None:
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
         return 1
     here = ray.get_runtime_context().get_node_id()
     resources = (node["Resources"] for node in ray.nodes() if node["NodeID"] == here)
@@ -268,7 +258,11 @@ def count_metrics(values: Mapping[str, float]) -> None:
     """Add `values`, by name, to the counters that Ray exports for Prometheus. Outside a
     Ray cluster, do nothing.
     """
-    if _cluster() is not None:
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return
+    # A local Ray has another namespace.
+    if ray.get_runtime_context().namespace == CLUSTER:
         for name, value in values.items():
             if value > 0:
                 _counter(f"edje_{name}").inc(value)
@@ -279,16 +273,6 @@ def _counter(name: str) -> Any:
     from ray.util.metrics import Counter
 
     return Counter(name, "edje-index: sum over finished shards")
-
-
-def _cluster() -> Any:
-    """Return the `ray` package if this process belongs to a Ray cluster that a job has
-    joined. Return None otherwise, also in a worker of a local Ray.
-    """
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
-        return None
-    return ray if ray.get_runtime_context().namespace == CLUSTER else None
 
 
 def describe_error(error: BaseException) -> str:

@@ -209,6 +209,7 @@ def build_index(
     *,
     engine: Literal["ray", "inline"] = "ray",
     workers: int | None = None,
+    helpers: int | None = None,
     threads: int | None = None,
     shard_size: int | None = None,
     batch_size: int | None = None,
@@ -242,6 +243,9 @@ def build_index(
         model: directory of the model bundle.
         engine: "ray" or "inline".
         workers: number of worker processes; None derives the number from the hardware.
+        helpers: number of helper processes per shard being encoded, which read, decode
+            and resize images; 0 prepares them in the process of the worker. None
+            derives the number from the hardware.
         threads: number of CPU threads per worker; None derives the number from the
             hardware. A resumed build keeps the number of the first run.
         shard_size: number of rows per shard. None is 1,024 for an index of less than
@@ -309,7 +313,7 @@ def build_index(
             f"{out} is also one of the sources; choose another output directory",
             parameter="out",
         )
-    execution = Execution(engine, workers, address, memory, max_failed)
+    execution = Execution(engine, workers, helpers, address, memory, max_failed)
     info = read_bundle_info(local_path(model))
     requested: Json = {
         "sources": specs,

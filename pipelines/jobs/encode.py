@@ -6,22 +6,19 @@ import functools
 import itertools
 import math
 import os
-import threading
+import queue
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow.compute as pc
 
 from edje_index.progress import ShardProgress
 from pipelines.engines.base import (
-    Worker,
     count_metrics,
     machine_gpus,
     open_engine,
-    worker_machine,
 )
 from pipelines.environment import cuda_devices
 from pipelines.jobs.changing import (
@@ -32,6 +29,7 @@ from pipelines.jobs.changing import (
 )
 from pipelines.jobs.plan import (
     SHARDS_PER_GPU,
+    BuildSettings,
     Plan,
     check_inputs,
     model_record,
@@ -48,6 +46,7 @@ from storage_formats.threads import usable_cpus
 if TYPE_CHECKING:
     from edje_index.bundles.info import BundleInfo
     from edje_index.indexing.shard_encoding import ShardTask
+    from edje_index.inputs.helpers import Helpers
 
 DEFAULT_SHARE = 0.01
 ALWAYS_ALLOWED = 20
@@ -80,7 +79,9 @@ RAW_SUFFIXES = frozenset(
 """Suffixes of camera raw files. The sources ignore these files."""
 
 _NAMED_FAILURES = 3
-_MAX_DECODE_THREADS = 16
+_MAX_HELPERS = 32
+# By default, no helper processes are started for at most this number of rows.
+_FEW_ROWS = 64
 
 
 def encoding(
@@ -161,9 +162,12 @@ def encoding(
     device = settings.device
     cpus = settings.threads
     per_gpu = SHARDS_PER_GPU
+    helpers = execution.helpers
+    if helpers is None and plan.rows <= _FEW_ROWS:
+        helpers = 0
     if settings.is_cuda:
-        # Reserve one CPU in Ray. The worker computes its number of decoding threads
-        # from the CPUs of its machine, see `open_worker`.
+        # Reserve one CPU in Ray. The worker computes its number of helpers from the
+        # CPUs of its machine, see `ShardWorker`.
         cpus = 1
         if engine == "inline":
             engine = "threads"
@@ -189,11 +193,12 @@ def encoding(
             columns=plan.columns,
         ),
         make_worker=functools.partial(
-            open_worker,
+            ShardWorker,
             str(plan.model["bundle"]),
+            settings,
             device,
-            settings.threads,
-            settings.dtype,
+            helpers,
+            workers if engine == "threads" and workers else 1,
             per_gpu,
         ),
         engine=open_engine(
@@ -312,61 +317,79 @@ def _first_failures(layout: Layout, receipts: Sequence[ShardReceipt]) -> str:
     return ", ".join(itertools.islice(failed, _NAMED_FAILURES))
 
 
-def open_worker(
-    bundle: str,
-    device: str,
-    threads: int,
-    dtype: str,
-    per_gpu: int = SHARDS_PER_GPU,
-) -> Worker:
-    """Load the encoder, and return a worker that encodes one shard per call.
-
-    `SHARDS_PER_GPU` threads may call the worker at the same time.
+class ShardWorker:
+    """Worker that loads the encoder and encodes one shard per call. Thread-safe.
 
     Args:
-        threads: number of threads of the model and of decoding on a CPU. On a GPU, the
-            worker instead decodes with its share of the CPUs of the machine.
+        bundle: directory of the model bundle.
+        settings: settings of the build.
+        device: device of the encoder.
+        helpers: number of helper processes that prepare inputs for a shard. 0 prepares
+            them in threads of this process. None derives the number from the CPUs: the
+            number of threads of a model on a CPU; for a GPU, the share of this worker
+            without the thread that feeds the GPU.
+        at_once: number of shards that this worker encodes at the same time.
         per_gpu: number of shards that are encoded at the same time on one GPU, by all
             its workers together. The CPUs of the machine are divided evenly among the
             shards on all its GPUs.
     """
-    from edje_index.indexing.image_encoder import ImageEncoder
-    from edje_index.indexing.shard_encoding import encode_shard
 
-    encoder = ImageEncoder.open(bundle, device=device, threads=threads, dtype=dtype)
-    if encoder.device.type == "cuda":
-        share = usable_cpus() // (per_gpu * machine_gpus())
-        threads = min(max(1, share), _MAX_DECODE_THREADS)
-    # Only one thread at a time acquires permits. Otherwise two threads that need all
-    # permits could each hold one and wait for the other forever.
-    entrance = threading.Lock()
-    permits = threading.Semaphore(SHARDS_PER_GPU)
+    def __init__(
+        self,
+        bundle: str,
+        settings: BuildSettings,
+        device: str,
+        helpers: int | None = None,
+        at_once: int = 1,
+        per_gpu: int = SHARDS_PER_GPU,
+    ) -> None:
+        from edje_index.bundles.info import read_bundle_info
+        from edje_index.indexing.image_encoder import ImageEncoder, read_preprocessor
+        from edje_index.indexing.shard_encoding import batches_in_memory
+        from edje_index.inputs.helpers import Helpers
+        from edje_index.inputs.preparation import Preparation
 
-    def encode(
+        self._threads = settings.threads
+        if settings.is_cuda:
+            share = usable_cpus() // (per_gpu * machine_gpus())
+            self._threads = min(max(1, share - 1), _MAX_HELPERS)
+        if helpers is None:
+            helpers = self._threads
+        self._pools: queue.SimpleQueue[Helpers | None] = queue.SimpleQueue()
+        preprocess = read_preprocessor(read_bundle_info(bundle))
+        batches = batches_in_memory(settings.batch_size)
+        inputs = settings.decoding.inputs_per_batch(settings.batch_size)
+        # The helpers start while the encoder is loaded.
+        pools = [
+            Helpers(
+                helpers, Preparation(settings.decoding, preprocess), batches * inputs
+            )
+            if helpers
+            else None
+            for _ in range(at_once)
+        ]
+        self._encoder = ImageEncoder.open(
+            bundle, device=device, threads=settings.threads, dtype=settings.dtype
+        )
+        for pool in pools:
+            if pool is not None:
+                self._encoder.pin(pool.pixels)
+            self._pools.put(pool)
+
+    def __call__(
+        self,
         task: ShardTask,
         on_progress: Callable[[ShardProgress], None],
         should_stop: ShouldStop,
     ) -> ShardReceipt:
-        machine, alive = worker_machine()
-        # If a worker process died at this shard, the file of the attempt exists. The
-        # shard is then encoded alone. Otherwise the process could die from an input of
-        # another shard, and an input of this shard would be blamed.
-        worker_died = Layout(Path(task.root)).attempt(task.shard).exists()
-        needed = SHARDS_PER_GPU if worker_died else 1
-        with entrance:
-            for _ in range(needed):
-                permits.acquire()
+        from edje_index.indexing.shard_encoding import encode_shard
+
+        task = replace(task, decode_threads=self._threads)
+        pool = self._pools.get()
         try:
-            receipt = encode_shard(
-                replace(task, decode_threads=threads),
-                encoder,
-                on_progress,
-                should_stop,
-                machine=machine,
-                alive=alive,
-            )
+            receipt = encode_shard(task, self._encoder, on_progress, should_stop, pool)
         finally:
-            permits.release(needed)
+            self._pools.put(pool)
         count_metrics(
             {
                 "images": receipt.indexed,
@@ -377,4 +400,10 @@ def open_worker(
         )
         return receipt
 
-    return encode
+    def close(self) -> None:
+        """End the helper processes."""
+        while not self._pools.empty():
+            pool = self._pools.get()
+            if pool is not None:
+                self._encoder.unpin(pool.pixels)
+                pool.close()

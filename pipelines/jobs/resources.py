@@ -76,6 +76,7 @@ class Execution:
 
     engine: str
     workers: int | None = None
+    helpers: int | None = None
     address: str | None = None
     memory: int | None = None
     max_failed: float | None = None

@@ -128,7 +128,7 @@ def append_index(
     started = time.monotonic()
     group = _source_group(sources, column)
     request = {"sources": group.sources, "column": column}
-    execution = Execution(engine, workers, address, max_failed=max_failed)
+    execution = Execution(engine, workers, address=address, max_failed=max_failed)
     with begin(index, "append", request) as change:
         settings, info = _settings_and_bundle(change.index, group, model)
         execution = choose_workers(settings, info, execution)
@@ -237,7 +237,7 @@ def update_index(
     if retry_failed and max_failed is None:
         # Most inputs that failed before fail again, so allow all to fail.
         max_failed = 1.0
-    execution = Execution(engine, workers, address, max_failed=max_failed)
+    execution = Execution(engine, workers, address=address, max_failed=max_failed)
     plan = None
     changed = 0
     request = {"retry_failed": retry_failed}

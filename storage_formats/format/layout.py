@@ -332,9 +332,6 @@ class Layout:
     def receipt(self, shard: int) -> Path:
         return self.build / "receipts" / f"{shard:08d}.json"
 
-    def attempt(self, shard: int) -> Path:
-        return self.build / "attempts" / f"{shard:08d}.json"
-
     def relative(self, path: Path) -> str:
         """Return `path` relative to the root, with forward slashes."""
         return path.relative_to(self.root).as_posix()

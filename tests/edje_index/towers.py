@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from edje_index.models.clip_config import ClipConfig
-from edje_index.models.clip_model import build_clip
+from edje_index.models.clip_model import build_clip, preprocess_settings
 
 SMALL_TEXT = {
     "context_length": 16,
@@ -54,6 +54,15 @@ def timm_config(
         "custom_text": True,
     }
     return ClipConfig(name, model, {"size": [size, size], **PREPROCESS})
+
+
+def eval_transform(config: ClipConfig) -> Any:
+    """open_clip's evaluation transform, from a PIL image to pixels, float32 [3, height,
+    width].
+    """
+    from open_clip.transform import image_transform_v2
+
+    return image_transform_v2(preprocess_settings(config), is_train=False)
 
 
 def random_clip(

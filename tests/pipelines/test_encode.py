@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 from collections import Counter
 from pathlib import Path
@@ -18,12 +17,28 @@ from edje_index.inputs.refs import InputRef
 from pipelines import append_index
 from pipelines.cli.info import _lines, describe_index
 from pipelines.engines.base import run_on_threads
-from pipelines.jobs.encode import open_worker
+from pipelines.jobs.encode import ShardWorker
+from pipelines.jobs.plan import BuildSettings
 from pipelines.progress.events import StatusMessage
 from storage_formats.change import begin_index
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
 from tests.pipelines.conftest import run_build, stop_after_one_shard, write_photo
+
+SETTINGS = BuildSettings.choose(
+    None,
+    sources=(),
+    column=None,
+    dedupe=False,
+    precisions=("bf16",),
+    max_pixels=None,
+    batch_size=1,
+    threads=1,
+    device="cpu",
+    dtype=None,
+    frames=None,
+    shard_size=None,
+)
 
 
 def stored_files(root: Path) -> dict[str, bytes]:
@@ -43,6 +58,26 @@ def test_shards_encoded_at_once_have_the_same_bytes(config, tmp_path):
     run_build(at_once)
     assert stored_files(at_once.out) == stored_files(alone.out)
     assert len(stored_files(alone.out)) > 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"helpers": 1},
+        {"helpers": 2},
+        {"helpers": 5},
+        pytest.param(
+            {"helpers": 2, "engine": "ray", "workers": 2}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_helpers_and_engines_do_not_change_a_byte(config, tmp_path, options):
+    alone = config(out=tmp_path / "alone", helpers=0)
+    run_build(alone)
+    other = config(**options)
+    run_build(other)
+    assert stored_files(other.out) == stored_files(alone.out)
 
 
 def test_an_index_names_the_processors_of_its_tokens(config, photos, monkeypatch):
@@ -92,7 +127,7 @@ def tasks(tmp_path):
 
 def run_on_two_threads(tasks, bundle, on_progress, should_stop=lambda: False):
     receipts = run_on_threads(
-        functools.partial(open_worker, str(bundle), "cpu", 1, "float32"),
+        functools.partial(ShardWorker, str(bundle), SETTINGS, "cpu", 0, at_once=2),
         tasks,
         on_progress=on_progress,
         on_event=print,
@@ -116,16 +151,3 @@ def test_two_shards_are_encoded_at_once(tasks, tiny_bundle):
 
     run_on_two_threads(tasks, tiny_bundle, print, should_stop)
     assert len(calls) == 2
-
-
-def test_after_the_death_of_a_worker_a_shard_is_encoded_alone(tasks, tiny_bundle):
-    attempt = Layout(Path(tasks[0].root)).attempt(1)
-    attempt.parent.mkdir()
-    attempt.write_text(
-        '{"machine": "", "careful": false, "position": null, "deaths": {}}'
-    )
-    shards = []
-    run_on_two_threads(tasks, tiny_bundle, lambda report: shards.append(report.shard))
-    assert len(shards) == 24
-    runs = [shard for shard, _ in itertools.groupby(shards)]
-    assert runs.count(1) == 1

@@ -15,7 +15,7 @@ from PIL import Image
 from edje_index.images.decode import ImageError
 from edje_index.images.preprocessing import Preprocessor, normalize
 from edje_index.models.clip_config import ClipConfig
-from edje_index.models.clip_model import eval_transform
+from tests.edje_index.towers import eval_transform
 
 MODES: list[dict[str, Any]] = [
     {"size": [32, 32], "resize_mode": "shortest", "interpolation": "bicubic"},
@@ -27,7 +27,7 @@ MODES: list[dict[str, Any]] = [
         "std": [0.5] * 3,
     },
     {"size": [24, 40], "resize_mode": "squash"},
-    {"size": [24, 40], "resize_mode": "shortest"},
+    {"size": [24, 40], "resize_mode": "shortest", "interpolation": "bilinear"},
     {"size": [32, 32], "resize_mode": "longest", "fill_color": 9},
 ]
 

@@ -15,8 +15,7 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.errors import ModelError
 from edje_index.indexing.image_encoder import ImageEncoder, image_tokens
-from edje_index.models.clip_model import eval_transform
-from tests.edje_index.towers import random_pixels
+from tests.edje_index.towers import eval_transform, random_pixels
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+from edje_index.images import resize
 from edje_index.images.decode import content_hash, decode_rgb
 from edje_index.images.frames import DecodeSettings
 from edje_index.images.transient import TransientInputError
@@ -239,7 +240,7 @@ def test_trouble_outside_an_image_fails_the_shard_and_no_row(
         target, broken = {
             "read": ((os, "pread"), damaged_disk),
             "decode": ((simplejpeg, "decode_jpeg"), no_memory),
-            "preprocess": ((encoder, "preprocess"), no_memory),
+            "preprocess": ((resize, "resize"), no_memory),
         }[stage]
         patched.setattr(*target, broken)
         with pytest.raises(TransientInputError, match=re.escape(refs[0].uri)):

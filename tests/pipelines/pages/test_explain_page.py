@@ -21,12 +21,12 @@ from edje_index import TokenIndex
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.evaluation.explain import explain_index, is_whole_word, match_query
-from edje_index.models.clip_model import eval_transform
 from pipelines import build_index, delete_rows, quantize_index
 from pipelines.pages import _mask, _match_maps
 from storage_formats import UsageError
 from storage_formats.format.rows import read_rows
 from storage_formats.token_store import TokenStore
+from tests.edje_index.towers import eval_transform
 from tests.pipelines.conftest import write_photo
 from tests.pipelines.pages.test_search_page import Page
 
