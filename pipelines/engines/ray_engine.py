@@ -33,7 +33,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,12 +56,9 @@ from pipelines.progress.wording import counted, duration
 from storage_formats.errors import EdjeError, TaskInterrupted, UsageError
 from storage_formats.launch import are_packages_hidden
 
-ATTEMPTS = 5
+ATTEMPTS = 3
 """Largest number of attempts at a task. If this number of workers have died or stalled
 while they ran the task, the task fails.
-
-`edje_index.indexing.shard_encoding` needs four attempts to find an input that makes
-workers die, and to leave it out.
 """
 
 STALL_SECONDS = 600.0
@@ -81,11 +78,12 @@ _MAX_DELAY_SECONDS = 1.5
 # Largest number of requests for progress per second. A request takes about 0.4 ms of
 # CPU time.
 _QUESTIONS_PER_SECOND = 200
-# A task is late after twice the time of the longest finished task, but not before this
-# number of seconds.
-_LATE_SECONDS = 10.0
-# If a task has failed on this number of nodes, the run ends with an error.
-_FAILED_NODES = 3
+# If a task has failed this number of times, the run ends with an error.
+_MAX_FAILURES = 3
+# If no task runs for this time, the engine reports that it waits.
+_BUSY_SECONDS = 15.0
+# number of units in which Ray counts a CPU or GPU
+_RAY_UNITS = 10_000
 _REFRESH_SECONDS = 2.0
 _STOP_GRACE_SECONDS = 60.0
 _PROBE_SECONDS = 5.0
@@ -246,19 +244,16 @@ class EdjeWorker:
 
 @dataclasses.dataclass
 class _Turn:
-    """A task that waits or runs, and its history.
+    """A task that waits or runs.
 
     Attributes:
         attempt: number of times that the task was given to a worker.
-        late_on: id of the node on which the task was late, so that another node runs
-            the task again; None if the task was never late.
-        failed_on: ids of the nodes on which the task failed with an error.
+        failures: number of times that the task failed with an error.
     """
 
     task: Task
     attempt: int = 0
-    late_on: str | None = None
-    failed_on: set[str] = dataclasses.field(default_factory=set)
+    failures: int = 0
 
 
 @dataclasses.dataclass
@@ -267,11 +262,7 @@ class _Job:
     the task of `turn`.
 
     Attributes:
-        node: id of the node of the actor; None until the actor has started.
-        turn: task that the actor runs.
-        began: value of `time.monotonic` at which the job began.
-        is_late: True if the task is late here, and an idle actor of another node is to
-            run it again.
+        node: id of the node of the actor; empty until the actor has started.
         question: pending request for the progress of the task; None if there is none.
         progress: latest progress of the task.
         stalled_seconds: seconds since `progress` last changed, not counting pauses of
@@ -279,10 +270,8 @@ class _Job:
     """
 
     actor: Any
-    node: str | None = None
+    node: str = ""
     turn: _Turn | None = None
-    began: float = dataclasses.field(default_factory=time.monotonic)
-    is_late: bool = False
     question: Any = None
     progress: Any = None
     stalled_seconds: float = 0.0
@@ -290,19 +279,18 @@ class _Job:
 
 @dataclasses.dataclass
 class _Run:
-    """A run of tasks on the actors of a cluster.
+    """A run of tasks on a pool of actors. An actor lives while tasks wait.
 
     Attributes:
         actor_class: `EdjeWorker` as a class of Ray actors.
         arguments: arguments with which each actor is created.
         waiting: tasks that no actor runs.
-        jobs: what each starting or busy actor does, by Ray's reference to the result
-            that the actor will return.
-        idle: the last job of each actor that has no task. Such an actor may take over a
-            late task.
-        longest: seconds of the longest finished task.
+        jobs: what each actor does, by Ray's reference to the result that the actor will
+            return.
+        left_out: ids of the nodes on which a task has failed. They get no more work.
+        idle_since: value of `time.monotonic` since which no task runs.
         failing_since: value of `time.monotonic` at the first death of a starting actor
-            since an actor last started or ended a task; None if there was no death.
+            since an actor last started; None if there was no death.
         stopping: True once `should_stop()` has returned True.
     """
 
@@ -314,8 +302,8 @@ class _Run:
     on_event: OnEvent
     stall_seconds: float
     jobs: dict[Any, _Job] = dataclasses.field(default_factory=dict)
-    idle: list[_Job] = dataclasses.field(default_factory=list)
-    longest: float = 0.0
+    left_out: set[str] = dataclasses.field(default_factory=set)
+    idle_since: float = dataclasses.field(default_factory=time.monotonic)
     failing_since: float | None = None
     stopping: bool = False
 
@@ -328,12 +316,14 @@ class _Run:
         ray = self.cluster.ray
         deadline = float("inf")
         asked_at = time.monotonic()
-        while (self.waiting or self.jobs) and time.monotonic() < deadline:
+        while self.waiting or self.jobs:
             if not self.stopping and should_stop():
                 self.stopping = True
                 deadline = time.monotonic() + _STOP_GRACE_SECONDS
-                asked_at = 0.0
+            if self.stopping:
                 self.waiting.clear()
+            if time.monotonic() > deadline:
+                return
             try:
                 self.cluster.refresh(self.on_event)
             except RayDied:
@@ -342,21 +332,15 @@ class _Run:
                 if should_stop():
                     return
                 raise
-            limit = min(workers or self.cluster.room, self.cluster.room)
-            while self.waiting and self.idle:
-                # Prefer an actor that is not on the node where the task was late.
-                late_on = self.waiting[0].late_on
-                helper = min(self.idle, key=lambda job: job.node == late_on)
-                self.idle.remove(helper)
-                self._run_next(helper)
-            self._start_actors(limit)
-            if not self.jobs:
-                time.sleep(_POLL_SECONDS)
-                continue
-            ray.wait([*self.jobs], timeout=_POLL_SECONDS)
-            answers, _ = ray.wait([*self.jobs], num_returns=len(self.jobs), timeout=0)
+            self._adjust_actors(workers)
+            answers: list[Any] = []
+            if self.jobs:
+                ray.wait([*self.jobs], timeout=_POLL_SECONDS)
+                answers = ray.wait([*self.jobs], num_returns=len(self.jobs), timeout=0)[
+                    0
+                ]
             for answer in answers:
-                yield from self._take(answer, limit)
+                yield from self._take(answer)
             # Ask rarely enough that this process is idle most of the time.
             pause = max(_POLL_SECONDS, len(self.jobs) / _QUESTIONS_PER_SECOND)
             elapsed = time.monotonic() - asked_at
@@ -364,102 +348,86 @@ class _Run:
                 asked_at = time.monotonic()
                 self._ask(min(elapsed, pause + _MAX_DELAY_SECONDS))
 
-    def _start_actors(self, limit: int) -> None:
-        # Each starting actor will run one of the waiting tasks. Start actors for the
-        # other waiting tasks, but not on nodes that are left out.
-        starting = sum(job.turn is None for job in self.jobs.values())
+    def _adjust_actors(self, workers: int | None) -> None:
+        """Start actors for waiting tasks, which Ray places as soon as there is room.
+        Kill starting actors for which no task waits.
+
+        Without a number of workers, as many actors start at a time as run already, so
+        that few actors wait for room.
+        """
+        starting = [answer for answer, job in self.jobs.items() if job.turn is None]
+        running = len(self.jobs) - len(starting)
+        limit = workers - running if workers else max(1, running)
+        wanted = min(limit, len(self.waiting))
+        for answer in starting[max(0, wanted) :]:
+            self.cluster.ray.kill(self.jobs.pop(answer).actor)
         options = {}
-        if self.cluster.left_out:
-            nodes = ",".join(sorted(self.cluster.left_out))
+        if self.left_out:
+            nodes = ",".join(sorted(self.left_out))
             options["label_selector"] = {"ray.io/node-id": f"!in({nodes})"}
-        for _ in range(min(limit - len(self.jobs), len(self.waiting) - starting)):
+        for _ in range(wanted - len(starting)):
             actor = self.actor_class.options(**options).remote(*self.arguments)
             self.jobs[actor.node.remote()] = _Job(actor)
+        if running:
+            self.idle_since = time.monotonic()
+        elif time.monotonic() - self.idle_since > _BUSY_SECONDS:
+            self.idle_since = float("inf")
+            message = "waiting for free CPUs and GPUs in the Ray cluster"
+            self.on_event(StatusMessage(message, is_warning=True))
 
-    def _take(
-        self,
-        answer: Any,
-        limit: int,
-    ) -> Generator[Any, None, None]:
+    def _take(self, answer: Any) -> Generator[Any, None, None]:
         """Handle the answer of an actor: yield the result of its task, if there is one,
         and give the actor the next task. An actor that is not needed is killed.
-
-        Args:
-            limit: largest number of actors.
         """
         ray = self.cluster.ray
         job = self.jobs.pop(answer)
         try:
             if job.turn is None:
                 job.node = ray.get(answer)
-            elif results := ray.get(answer):
-                self.longest = max(self.longest, time.monotonic() - job.began)
-                yield from results
-            elif not self.stopping:
-                # The task was late and has been stopped here. Another node runs it.
-                self.waiting.append(job.turn)
-                ray.kill(job.actor)
-                return
+            else:
+                yield from ray.get(answer)
         except ray.exceptions.RayTaskError as error:
             self._after_error(job, error)
-            ray.kill(job.actor)
-            return
         except ray.exceptions.RayError as error:
             self._after_death(job, error)
-            return
-        self.failing_since = None
-        if len(self.jobs) >= limit or job.node in self.cluster.left_out:
-            ray.kill(job.actor)
-        elif self.waiting:
-            self._run_next(job)
         else:
-            self.idle.append(job)
+            self.failing_since = None
+            if self.waiting and job.node not in self.left_out:
+                turn = self.waiting.popleft()
+                turn.attempt += 1
+                answer = job.actor.run.remote(turn.task)
+                self.jobs[answer] = _Job(job.actor, job.node, turn)
+                return
+        ray.kill(job.actor)
 
-    def _run_next(self, job: _Job) -> None:
-        """Run the next task on the actor of `job`."""
-        turn = self.waiting.popleft()
-        turn.attempt += 1
-        self.jobs[job.actor.run.remote(turn.task)] = _Job(job.actor, job.node, turn)
-
-    def _after_error(
-        self,
-        job: _Job,
-        error: Any,
-    ) -> None:
-        """Handle the error of a task: leave out the node on which the task failed, and
-        let another node run the task. Raise the error if there is no other node, or if
-        the task has failed on `_FAILED_NODES` nodes.
+    def _after_error(self, job: _Job, error: Any) -> None:
+        """Handle the error of a task: leave out its node, and let another node run the
+        task. Raise the error if there is no other node, or after `_MAX_FAILURES`.
         """
         turn = job.turn
         cause = error.cause
+        place = self.cluster.place(job.node)
         # A task and the start of a worker raise only EdjeErrors. Another error comes
         # from Ray, for example because the result of the task cannot be pickled. It
         # would occur on every node, so the run ends.
-        if turn is None or job.node is None or not isinstance(cause, EdjeError):
+        if turn is None or not isinstance(cause, EdjeError) or not place:
+            if isinstance(cause, EdjeError):
+                raise cause from error
             raise TaskFailedError(
                 describe_error(cause or error), turn and turn.task
             ) from error
-        turn.failed_on.add(job.node)
-        place = self.cluster.place(job.node)
-        is_news = job.node not in self.cluster.left_out
-        has_others = self.cluster.leave_out(job.node)
-        if not has_others or len(turn.failed_on) == _FAILED_NODES:
-            if not place:
-                raise cause from error
-            raise TaskFailedError(
-                f"{describe_error(cause)}{place}", turn.task
-            ) from error
+        turn.failures += 1
+        is_news = job.node not in self.left_out
+        self.left_out.add(job.node)
+        if turn.failures == _MAX_FAILURES or not self.cluster.room(self.left_out):
+            message = f"{describe_error(cause)}{place}"
+            raise TaskFailedError(message, turn.task) from error
         if is_news:
             message = f"no more work{place}: {describe_error(cause)}"
             self.on_event(StatusMessage(message, is_warning=True))
-        if not self.stopping:
-            self.waiting.appendleft(turn)
+        self.waiting.appendleft(turn)
 
-    def _after_death(
-        self,
-        job: _Job,
-        error: Any,
-    ) -> None:
+    def _after_death(self, job: _Job, error: Any) -> None:
         turn = job.turn
         if turn is None:
             # The actor died while it started, perhaps on a lost node that Ray has not
@@ -477,41 +445,26 @@ class _Run:
                 f" {duration(self.stall_seconds)} while running this task",
                 turn.task,
             ) from error
-        if not self.stopping:
-            self.waiting.appendleft(turn)
-            message = (
-                f"a worker died{self.cluster.place(job.node)}; its task runs again"
-                f" (attempt {turn.attempt + 1} of {ATTEMPTS})"
-            )
-            self.on_event(StatusMessage(message, is_warning=True))
+        message = (
+            f"a worker died{self.cluster.place(job.node)}; its task runs again"
+            f" (attempt {turn.attempt + 1} of {ATTEMPTS})"
+        )
+        self.on_event(StatusMessage(message, is_warning=True))
+        self.waiting.appendleft(turn)
 
     def _ask(self, seconds: float) -> None:
         """Request the progress of all running tasks, and handle the answers to earlier
-        requests.
-
-        An actor whose task made no progress for too long is killed. A task that is late
-        is stopped if an actor of another node is idle, which then runs the task again.
+        requests. Kill an actor whose task made no progress for too long.
 
         Args:
             seconds: time since the last call.
         """
         ray = self.cluster.ray
-        late = time.monotonic() - max(_LATE_SECONDS, 2 * self.longest)
-        questions = [job.question for job in self.jobs.values() if job.question]
-        answered = set()
-        if questions:
-            answered.update(
-                ray.wait(questions, num_returns=len(questions), timeout=0)[0]
-            )
-        for answer, job in [*self.jobs.items()]:
+        for job in self.jobs.values():
             if job.turn is None:
-                # In a busy cluster, an actor may start late or never. Kill it if no
-                # task waits for it.
-                if not self.waiting:
-                    ray.kill(self.jobs.pop(answer).actor)
                 continue
             job.stalled_seconds += seconds
-            if job.question in answered:
+            if job.question and ray.wait([job.question], timeout=0)[0]:
                 # If the actor has died, ignore the error here: `_take` gets it, too, as
                 # the answer to the task.
                 with contextlib.suppress(ray.exceptions.RayError):
@@ -521,18 +474,8 @@ class _Run:
                         job.stalled_seconds = 0.0
                         self.on_progress(progress)
                 job.question = None
-            others = {helper.node for helper in self.idle} - {job.node}
-            if job.began < late and others and job.turn.late_on is None:
-                job.turn.late_on = job.node
-                job.is_late = True
-                message = (
-                    f"a task takes long{self.cluster.place(job.node)}; it runs again on"
-                    " another node"
-                )
-                self.on_event(StatusMessage(message, is_warning=True))
             if job.question is None:
-                stop = self.stopping or job.is_late
-                job.question = job.actor.exchange.remote(stop)
+                job.question = job.actor.exchange.remote(self.stopping)
             if job.stalled_seconds > self.stall_seconds:
                 job.stalled_seconds = 0.0
                 message = (
@@ -557,9 +500,6 @@ class RayCluster:
         wait_seconds: if there is no room for `min_workers` workers for this number of
             seconds, `refresh` raises an error.
 
-    Attributes:
-        left_out: ids of the nodes that get no more work.
-
     Raises:
         UsageError: the nodes have no room for `min_workers` workers.
     """
@@ -583,11 +523,10 @@ class RayCluster:
         }
         self._read_at = self._had_room_at = time.monotonic()
         self._nodes = self._read()
-        self.left_out: set[str] = set()
-        if self.room < min_workers:
+        if self.room() < min_workers:
             raise UsageError(
                 f"a worker needs {cpus} CPUs and {gpus:g} GPUs on one node, but the"
-                f" nodes of the Ray cluster have room for only {self.room} of"
+                f" nodes of the Ray cluster have room for only {self.room()} of"
                 f" {counted(min_workers, 'worker')}; add nodes, or use fewer or smaller"
                 " workers, or another device"
             )
@@ -595,34 +534,20 @@ class RayCluster:
     def _read(self) -> dict[str, dict[str, Any]]:
         return {node["NodeID"]: node for node in self.ray.nodes() if node["Alive"]}
 
-    @property
-    def room(self) -> int:
-        """Number of workers that all nodes together can run at the same time. Nodes
-        that are left out do not count.
+    def room(self, left_out: Collection[str] = ()) -> int:
+        """Return the number of workers for which the nodes that are not `left_out` have
+        room if they do nothing else.
         """
         return sum(
-            self._node_room(node_id) for node_id in self._nodes.keys() - self.left_out
+            workers_of(self._nodes[node]["Resources"], self._needs)
+            for node in self._nodes.keys() - left_out
         )
 
-    def _node_room(self, node_id: str) -> int:
-        size = self._nodes[node_id]["Resources"]
-        return min(int(size.get(name, 0) // need) for name, need in self._needs.items())
-
-    def leave_out(self, node_id: str) -> bool:
-        """Start no more workers on a node, and return True. If no other node has room,
-        change nothing, and return False.
-        """
-        others = self._nodes.keys() - self.left_out - {node_id}
-        if not any(self._node_room(other) for other in others):
-            return False
-        self.left_out.add(node_id)
-        return True
-
-    def place(self, node_id: str | None) -> str:
+    def place(self, node_id: str) -> str:
         """Return the text " on node ADDRESS" for a message. Return "" for a local Ray
         or an unknown node.
         """
-        node = self._nodes.get(node_id or "")
+        node = self._nodes.get(node_id)
         if self._daemons or node is None:
             return ""
         return f" on node {node['NodeManagerAddress']}"
@@ -658,22 +583,29 @@ class RayCluster:
             address = (before | self._nodes)[node_id]["NodeManagerAddress"]
             message = (
                 f"node {address} {change} the cluster, which now has room for"
-                f" {counted(self.room, 'worker')}"
+                f" {counted(self.room(), 'worker')}"
             )
             on_event(StatusMessage(message, is_warning=change == "left"))
-        if self.room == 0:
-            # Only nodes that were left out can have room, because all other nodes with
-            # room have left the cluster. So use the nodes that were left out again. If
-            # work fails there again, `leave_out` finds no other node, and the run ends.
-            self.left_out.clear()
-        if self.room >= self._min_workers:
+        if self.room() >= self._min_workers:
             self._had_room_at = time.monotonic()
         elif time.monotonic() - self._had_room_at > self._wait_seconds:
             raise EdjeError(
                 f"for {duration(self._wait_seconds)}, the Ray cluster has had room for"
-                f" only {self.room} of {counted(self._min_workers, 'worker')}; add"
+                f" only {self.room()} of {counted(self._min_workers, 'worker')}; add"
                 " nodes to the cluster"
             )
+
+
+def workers_of(resources: Mapping[str, float], needs: Mapping[str, float]) -> int:
+    """Return the number of workers that fit into `resources` if each worker needs
+    `needs`. Both map names of resources to amounts.
+    """
+    # Ray counts in units of 0.0001. A division of floats would find room for only four
+    # workers with 0.2 GPUs each on a GPU.
+    return min(
+        round(resources.get(name, 0) * _RAY_UNITS) // round(need * _RAY_UNITS)
+        for name, need in needs.items()
+    )
 
 
 @contextlib.contextmanager

@@ -91,23 +91,6 @@ class FileWorker:
             time.sleep(0.05)
         raise AssertionError("nobody asked for a stop")
 
-    def be_late(self, job, on_progress, should_stop):
-        if self.attempts(job) > 1:
-            return job.name * 10
-        return self.until_stopped(job, on_progress, should_stop)
-
-    def be_late_twice(self, job, on_progress, should_stop):
-        """The first attempt ends long after it is told to stop."""
-        is_first = self.attempts(job) == 1
-        for _ in range(600 if is_first else 60):
-            if should_stop():
-                (self.folder / f"stopping-{self.attempts(job)}").touch()
-                while is_first and not (self.folder / "go").exists():
-                    time.sleep(0.1)
-                raise TaskInterrupted
-            time.sleep(0.05)
-        return job.name * 10
-
     def wait_for_go(self, job, on_progress, should_stop):
         while not (self.folder / "go").exists():
             time.sleep(0.1)

@@ -16,8 +16,12 @@ import psutil
 import pytest
 
 from pipelines.engines import ray_engine
-from pipelines.engines.base import EngineUnavailableError, TaskFailedError
-from pipelines.engines.ray_engine import ATTEMPTS, run_on_ray
+from pipelines.engines.base import (
+    EngineUnavailableError,
+    TaskFailedError,
+    machine_gpus,
+)
+from pipelines.engines.ray_engine import ATTEMPTS, run_on_ray, workers_of
 from storage_formats.errors import EdjeError, UsageError
 from tests.conftest import REPO
 from tests.pipelines.conftest import run_build
@@ -53,6 +57,31 @@ def test_the_task_of_a_killed_worker_runs_again_and_one_that_always_kills_fails(
         2,
     ]
     assert capfd.readouterr() == ("", "")
+
+
+def count_gpus(*_):
+    return machine_gpus()
+
+
+def test_workers_share_the_gpus_of_this_machine(tmp_path):
+    """Ray does not look for the GPUs that it is told of."""
+    results = run_on_ray(
+        lambda: count_gpus,
+        [0, 1],
+        on_progress=print,
+        on_event=print,
+        should_stop=lambda: False,
+        workers=5,
+        gpus=0.5,
+    )
+    assert list(results) == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "need", "workers"), [(1, 0.2, 5), (2, 0.2, 10), (1, 0.3, 3), (0, 0.5, 0)]
+)
+def test_fractions_of_a_gpu_are_counted_as_ray_counts_them(gpus, need, workers):
+    assert workers_of({"CPU": 16, "GPU": gpus}, {"CPU": 1, "GPU": need}) == workers
 
 
 @pytest.mark.slow

@@ -152,6 +152,21 @@ def test_a_run_waits_for_a_node_only_so_long(nodes, tmp_path):
     )
 
 
+def test_a_run_says_that_it_waits_for_a_busy_cluster(nodes, tmp_path):
+    nodes.add(2, cpus=1)
+    other = tmp_path / "other"
+    other.mkdir()
+    with start(nodes, other, [[7, "wait_for_go"]]) as busy:
+        wait_for_attempts(busy, other, 1)
+        with start(nodes, tmp_path, [[1]]) as run:
+            text = json.loads(run.stdout.readline())["text"]
+            (other / "go").touch()
+            items, err = end(run)
+        end(busy)
+    assert text == "waiting for free CPUs and GPUs in the Ray cluster"
+    assert items == [10], err
+
+
 def test_more_workers_than_the_cluster_has_room_for(nodes, tmp_path):
     nodes.add(2, cpus=3)
     items, err = end(start(nodes, tmp_path, SIX, workers=20, cpus=2))
@@ -179,50 +194,6 @@ def test_a_node_on_which_work_fails_is_left_out_by_name(nodes, tmp_path):
     assert texts == [
         f"no more work on node 127.0.0.2: No such file or directory: {shared}/photo"
     ]
-
-
-def test_the_last_task_of_a_slow_node_runs_again_on_another(nodes, tmp_path):
-    nodes.add(2)
-    nodes.add(3)
-    jobs = [[1, "be_late"]] + [[name, "report_slowly"] for name in range(2, 7)]
-    items, err = end(start(nodes, tmp_path, jobs))
-    assert sorted(item for item in items if isinstance(item, int)) == RESULTS, err
-    (event,) = [item for item in items if not isinstance(item, int)]
-    assert event["text"].startswith("a task takes long on node 127.0.0.")
-    assert items[-2:] == [event, 10]
-    assert (tmp_path / "stopped-1").exists()
-    assert (tmp_path / "1").read_text().count("attempt") == 2
-
-
-def test_a_late_task_ends_where_it_began_if_the_other_node_is_lost(nodes, tmp_path):
-    nodes.add(2)
-    with start(nodes, tmp_path, [[7, "be_late_twice"], [2, "succeed"]]) as run:
-        wait_for_attempts(run, tmp_path, 1)
-        nodes.add(3)
-        # the second task ran there, and its worker is idle
-        deadline = time.monotonic() + RUN_SECONDS
-        while not (tmp_path / "stopping-1").exists():
-            assert run.poll() is None, run.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        nodes.kill(3)
-        (tmp_path / "go").touch()
-        items, err = end(run)
-    assert [item for item in items if isinstance(item, int)] == [20, 70], err
-    assert not (tmp_path / "stopping-2").exists()
-    assert (tmp_path / "7").read_text().count("attempt") == 2
-
-
-def test_a_late_task_stays_if_no_other_node_is_idle(nodes, tmp_path):
-    nodes.add(2, cpus=2)
-    with start(nodes, tmp_path, [[7, "wait_for_go"], [2, "succeed"]]) as run:
-        wait_for_attempts(run, tmp_path, 1)
-        time.sleep(12)
-        (tmp_path / "go").touch()
-        items, err = end(run)
-    # Ray may notice only now that a node of another test is gone
-    assert [item for item in items if isinstance(item, int)] == [20, 70], err
-    assert "takes long" not in str(items)
 
 
 def test_a_task_that_fails_on_every_node_ends_the_run_and_names_the_last(
