@@ -201,13 +201,14 @@ class ImageEncoder:
         this process continues.
         """
         if self.device.type == "cuda":
-            address = pixels.ctypes.data
-            torch.cuda.cudart().cudaHostRegister(address, pixels.nbytes, 0)  # type: ignore[attr-defined]
+            runtime: Any = torch.cuda.cudart()
+            runtime.cudaHostRegister(pixels.ctypes.data, pixels.nbytes, 0)
 
     def unpin(self, pixels: Array) -> None:
         """Undo `pin`."""
         if self.device.type == "cuda":
-            torch.cuda.cudart().cudaHostUnregister(pixels.ctypes.data)  # type: ignore[attr-defined]
+            runtime: Any = torch.cuda.cudart()
+            runtime.cudaHostUnregister(pixels.ctypes.data)
 
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
         """Copy pixels to the device of the weights, and normalise them.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from edje_index.images.frames import DecodeSettings
 from edje_index.inputs.helpers import MESSAGE_INPUTS, REMOTE_THREADS, Helpers
 from edje_index.inputs.input_lists import read_shard_inputs
-from edje_index.inputs.preparation import Columns, Job, Pixels, Preparation
+from edje_index.inputs.preparation import Preparation
 from edje_index.inputs.refs import InputRef
 from edje_index.progress import ShardProgress
 from storage_formats.arrays import Ints
@@ -149,9 +149,8 @@ def _encode_whole_shard(
         memory = encoder.new_batch(batches * size, task.decoding.frames)
         is_remote = any(is_url(ref.path) for ref in refs)
         threads = max(task.decode_threads, REMOTE_THREADS if is_remote else 0)
-        prepare = functools.partial(
-            _prepare, Preparation(task.decoding, encoder.preprocess), memory.numpy()
-        )
+        preparation = Preparation(task.decoding, encoder.preprocess)
+        prepare = functools.partial(preparation.run_all, memory.numpy())
         step = 1
     else:
         batches = len(helpers.pixels) // size
@@ -243,12 +242,6 @@ def _row_entry(row_id: int, ref: InputRef) -> RowEntry:
         entry.status = DUPLICATE
         entry.duplicate_of = ref.duplicate_of
     return entry
-
-
-def _prepare(
-    preparation: Preparation, pixels: Pixels, jobs: Iterable[Job]
-) -> list[Columns]:
-    return [preparation.run(ref, pixels[position]) for position, ref in jobs]
 
 
 def _indexed(rows: Sequence[RowEntry]) -> Ints:

@@ -90,6 +90,10 @@ class Preparation:
             columns |= failed(error.reason, error.detail)
         return columns
 
+    def run_all(self, pixels: Pixels, jobs: Iterable[Job]) -> list[Columns]:
+        """Prepare inputs, and write their pixels to their positions in `pixels`."""
+        return [self.run(ref, pixels[position]) for position, ref in jobs]
+
     def _decode(
         self, data: bytes, uri: str, preprocess: Preprocessor, out: Pixels
     ) -> Columns:

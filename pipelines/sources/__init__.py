@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
+import functools
 import glob
 import hashlib
 import itertools
@@ -18,14 +19,15 @@ import re
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import numpy as np
 import pyarrow as pa
 
-from edje_index.images.decode import ImageError, content_hash
 from edje_index.inputs.containers import ARCHIVE_SUFFIXES, PARQUET_SUFFIX
 from edje_index.inputs.names import has_input_suffix
-from edje_index.inputs.refs import InputRef, read_bytes
+from edje_index.inputs.preparation import Columns, Job, Preparation
+from edje_index.inputs.refs import InputRef
 from pipelines.progress.events import (
     JobStopped,
     OnEvent,
@@ -72,7 +74,7 @@ from storage_formats.remote.urls import (
     scheme_of,
     without_credentials,
 )
-from storage_formats.threads import ordered_map
+from storage_formats.threads import ordered_map, usable_cpus
 
 ACCEPTED = (
     f"a directory, an archive ({', '.join(ARCHIVE_SUFFIXES)}), a Parquet file of"
@@ -85,8 +87,10 @@ MAX_EXPANSIONS = 100_000
 _PACKED = (ArchiveSource, ParquetImagesSource)
 _BRACES = re.compile(r"\{(?:(-?\d{1,18})\.\.(-?\d{1,18})|([^{}]*,[^{}]*))\}")
 _MAX_THREADS = 8
-# number of inputs per thread that are hashed ahead of the caller
+# number of calls per thread that hash inputs ahead of the caller
 _AHEAD = 4
+# Threads hash this number of inputs in the time in which helper processes start.
+_THREADED_INPUTS = 10_000
 # shortest time between two progress events
 _REPORT_SECONDS = 0.5
 _STOPPED = "stopped while listing the sources"
@@ -209,24 +213,60 @@ def temporary_database() -> Iterator[sqlite3.Connection]:
 
 
 def hashed(refs: Iterable[InputRef]) -> Iterator[InputRef]:
-    """Yield `refs` in order with their content hashes. Threads read and hash a limited
-    number of inputs ahead of the caller.
+    """Yield `refs` in order with their content hashes. A limited number of inputs is
+    read and hashed ahead of the caller: the first inputs in threads, and the others of
+    a large collection in helper processes.
 
     An input that cannot be read gets a `problem`. An input that already has a content
     hash or a `problem` is not read.
     """
-    threads = min(_MAX_THREADS, 2 * (os.cpu_count() or 1))
+    from edje_index.inputs.helpers import MESSAGE_INPUTS, Helpers
 
-    def read_and_hash(ref: InputRef) -> InputRef:
-        if ref.problem is not None or ref.content_hash is not None:
-            return ref
-        try:
-            data = read_bytes(ref)
-        except ImageError as error:
-            return dataclasses.replace(ref, problem=error.reason)
-        return dataclasses.replace(ref, size=len(data), content_hash=content_hash(data))
+    preparation = Preparation()
+    pixels = np.empty((MESSAGE_INPUTS, 0), np.uint8)
+    remaining = iter(refs)
+    first = itertools.islice(remaining, _THREADED_INPUTS)
+    in_process = functools.partial(preparation.run_all, pixels)
+    yield from _hashed(first, in_process, 1, min(_MAX_THREADS, 2 * usable_cpus()))
+    for ref in remaining:
+        with contextlib.closing(
+            Helpers(usable_cpus(), preparation, MESSAGE_INPUTS)
+        ) as helpers:
+            yield from _hashed(
+                itertools.chain([ref], remaining),
+                helpers.prepare,
+                MESSAGE_INPUTS,
+                helpers.count,
+            )
 
-    yield from ordered_map(read_and_hash, refs, threads, threads * _AHEAD)
+
+def _hashed(
+    refs: Iterable[InputRef],
+    prepare: Callable[[list[Job]], list[Columns]],
+    at_once: int,
+    threads: int,
+) -> Iterator[InputRef]:
+    """See `hashed`. Each of `threads` threads calls `prepare` for `at_once` inputs."""
+
+    def with_hashes(part: list[InputRef]) -> list[InputRef]:
+        jobs = [
+            job
+            for job in enumerate(part)
+            if job[1].problem is None and job[1].content_hash is None
+        ]
+        for (position, ref), columns in zip(jobs, prepare(jobs), strict=True):
+            part[position] = dataclasses.replace(
+                ref,
+                size=columns.get("size", ref.size),
+                content_hash=columns.get("content_hash"),
+                problem=columns.get("reason"),
+            )
+        return part
+
+    remaining = iter(refs)
+    parts = iter(lambda: list(itertools.islice(remaining, at_once)), [])
+    for part in ordered_map(with_hashes, parts, threads, threads * _AHEAD):
+        yield from part
 
 
 class Listing:

@@ -78,3 +78,11 @@ def test_looks_ahead_a_bounded_number_of_inputs(tmp_path: Path) -> None:
         for thread in threading.enumerate()
         if thread.name.startswith("edje-hash")
     ]
+
+
+def test_helper_processes_hash_the_inputs_of_a_large_collection(tmp_path, monkeypatch):
+    refs = refs_of(tmp_path, [None, b"", *(b"%d" % (row % 30) for row in range(90))])
+    in_threads = list(hash_and_mark_duplicates(refs))
+    monkeypatch.setattr("pipelines.sources._THREADED_INPUTS", 5)
+    assert list(hash_and_mark_duplicates(refs)) == in_threads
+    assert in_threads[-1].duplicate_of == 31
