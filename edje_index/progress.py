@@ -22,7 +22,9 @@ class ShardProgress:
         done: number of finished rows, including failed rows.
         failed: number of failed rows.
         stage_seconds: seconds that the worker has spent in each of the stages "wait",
-            "encode" and "write", by name. The stages of one worker do not overlap.
+            "encode" and "write", by name. These stages do not overlap. In a build, also
+            the seconds in which its helpers "read" and "decode", and the seconds that
+            the "helpers" had, both summed over the helpers.
     """
 
     shard: int

@@ -142,7 +142,8 @@ def _encode_whole_shard(
     refs = read_shard_inputs(Layout(Path(task.root)), task.spec, task.shard)
     first_row = task.spec.shard_rows(task.shard).start
     entries = [_row_entry(first_row + at, ref) for at, ref in enumerate(refs)]
-    stages = dict.fromkeys(("wait", "encode", "write"), 0.0)
+    names = ("read", "decode", "helpers", "wait", "encode", "write")
+    stages = dict.fromkeys(names, 0.0)
     size = task.decoding.inputs_per_batch(task.batch_size)
     if helpers is None:
         batches = batches_in_memory(task.batch_size)
@@ -216,20 +217,17 @@ def _encode_whole_shard(
                     kept = [at for at in range(len(ready)) if at not in problems]
                     writer.put(start + ready[kept], tokens[kept], embeddings[kept])
             failed += sum(row.status == FAILED for row in rows)
+            stages["read"] += sum(row.read_seconds for row in rows)
+            stages["decode"] += sum(row.decode_seconds for row in rows)
+            elapsed = stages["wait"] + stages["encode"] + stages["write"]
+            stages["helpers"] = threads * elapsed
             on_progress(ShardProgress(task.shard, done, failed, dict(stages)))
         with _timed(stages, "write"):
             table = with_source_values(
                 rows_table(entries), task.columns, [ref.metadata for ref in refs]
             )
-        read, decode = (
-            sum(table[f"{stage}_seconds"].to_pylist()) for stage in ("read", "decode")
-        )
-        return writer.commit(
-            table,
-            task.plan,
-            {"read": read, "decode": decode, **stages},
-            encoder.processor(task.batch_size),
-        )
+        processor = encoder.processor(task.batch_size)
+        return writer.commit(table, task.plan, stages, processor)
 
 
 def _row_entry(row_id: int, ref: InputRef) -> RowEntry:

@@ -29,7 +29,7 @@ from pipelines.cli.options import (
     stored_precisions_option,
 )
 from pipelines.cli.output import note, print_result, run_job
-from pipelines.progress.wording import by_reason, counted, human_bytes
+from pipelines.progress.wording import busy_text, by_reason, counted, human_bytes
 from storage_formats.errors import UsageError
 from storage_formats.remote.urls import IndexLocation
 
@@ -189,6 +189,7 @@ def build(dry_run: bool, **options: Any) -> None:
             f", {result.images_per_second:.1f} images/s, bottleneck"
             f" {result.bottleneck or 'none'}"
         )
+        speed += f" ({busy_text(result.busy)})" if result.busy else ""
     lines = [counts, speed]
     if result.already_finished:
         lines = [f"{out} is already finished; nothing was done", counts]

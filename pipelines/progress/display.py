@@ -24,7 +24,7 @@ from pipelines.progress.events import (
     StatusMessage,
     is_stop_request,
 )
-from pipelines.progress.wording import counted, duration, printable
+from pipelines.progress.wording import busy_text, counted, duration, printable
 from storage_formats.errors import UsageError
 from storage_formats.remote.urls import without_credentials
 
@@ -181,6 +181,7 @@ def describe_progress(
             parts.append(f"{progress.failed:,} failed")
         if progress.bottleneck is not None:
             parts.append(f"bottleneck {progress.bottleneck}")
+            parts += [busy_text(progress.busy)] if progress.busy else []
     return ", ".join(parts)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
@@ -14,10 +15,10 @@ from typing import Literal
 from edje_index.progress import OnProgress, ShardProgress
 from storage_formats.errors import EdjeError
 
-Bottleneck = Literal["decode", "model", "write"]
+Bottleneck = Literal["read", "decode", "model", "write"]
 # A worker is always in one of these stages. Each stage maps to the bottleneck of a
 # build whose workers spend most of their time in the stage. In the stage "wait", a
-# worker waits for decoded images, so the bottleneck is decoding.
+# worker waits for images, so the bottleneck is decoding or reading.
 _STAGES: dict[str, Bottleneck] = {"wait": "decode", "encode": "model", "write": "write"}
 # exit code of a program that Ctrl-C ends
 INTERRUPTED = 128 + signal.SIGINT
@@ -68,6 +69,7 @@ class Progress:
             finished.
         bottleneck: what limits the speed of this run, according to the stage in which
             its workers spent the most time; None if no times are known yet.
+        busy: see `busy_shares`.
         finished_shard: the shard that was just finished; None if the event reports
             something else.
     """
@@ -79,6 +81,7 @@ class Progress:
     finished_shards: int = 0
     failed: int = 0
     bottleneck: Bottleneck | None = None
+    busy: Mapping[str, float] = field(default_factory=dict)
     finished_shard: ShardProgress | None = None
 
 
@@ -111,8 +114,26 @@ def bottleneck(stage_seconds: Mapping[str, float]) -> Bottleneck | None:
     """Return what limits a job whose workers spent `stage_seconds` in their stages, or
     None if no stage took any time.
     """
-    slowest = max(_STAGES, key=lambda stage: stage_seconds.get(stage, 0.0))
-    return _STAGES[slowest] if stage_seconds.get(slowest, 0.0) > 0 else None
+    seconds = Counter(stage_seconds)
+    slowest = max(_STAGES, key=lambda stage: seconds[stage])
+    if slowest == "wait" and seconds["read"] > seconds["decode"]:
+        return "read"
+    return _STAGES[slowest] if seconds[slowest] > 0 else None
+
+
+def busy_shares(stage_seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the shares of the time, 0 to 1, in which "helpers" read and decoded
+    images, and in which "model" ran. Return an empty dict if the times are unknown.
+    """
+    seconds = Counter(stage_seconds)
+    elapsed = sum(seconds[stage] for stage in _STAGES)
+    if not elapsed or not seconds["helpers"]:
+        return {}
+    prepared = seconds["read"] + seconds["decode"]
+    return {
+        "helpers": min(1.0, prepared / seconds["helpers"]),
+        "model": seconds["encode"] / elapsed,
+    }
 
 
 class ShardMeter:
@@ -131,7 +152,7 @@ class ShardMeter:
         self._finished: set[int] = set()
         self._done = 0
         self._failed = 0
-        self._seconds = dict.fromkeys(_STAGES, 0.0)
+        self._seconds = Counter[str]()
 
     def update(
         self,
@@ -151,9 +172,8 @@ class ShardMeter:
             before = self._running.pop(shard.shard, ShardProgress(shard.shard, 0))
             self._done += shard.done - before.done
             self._failed += shard.failed - before.failed
-            for stage in _STAGES:
-                self._seconds[stage] += shard.stage_seconds.get(stage, 0.0)
-                self._seconds[stage] -= before.stage_seconds.get(stage, 0.0)
+            self._seconds.update(shard.stage_seconds)
+            self._seconds.subtract(before.stage_seconds)
             if is_final:
                 self._finished.add(shard.shard)
             else:
@@ -167,6 +187,7 @@ class ShardMeter:
             len(self._finished),
             self._failed,
             bottleneck(self._seconds),
+            busy_shares(self._seconds),
             finished_shard,
         )
 

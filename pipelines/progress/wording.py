@@ -68,3 +68,8 @@ def printable(text: str) -> str:
         letter if letter.isprintable() or letter in _SPELLING else repr(letter)[1:-1]
         for letter in text
     )
+
+
+def busy_text(shares: Mapping[str, float]) -> str:
+    """Return for example "helpers 93 % busy, model 40 % busy"."""
+    return ", ".join(f"{name} {share:.0%} busy" for name, share in shares.items())

@@ -42,7 +42,8 @@ class ShardReceipt:
         failed: number of failed rows for each reason.
         files: entries of the committed files of the shard.
         seconds: time in seconds spent in each stage ("read", "decode", "wait",
-            "encode", "write"), summed over threads.
+            "encode", "write"), summed over the processes and threads that read and
+            decode. "helpers" is the time that these had.
         truncated: number of indexed rows whose images are truncated. The column
             `detail` of these rows describes what is missing.
         encoded_on: text with the name of the GPU, the version of torch and the number

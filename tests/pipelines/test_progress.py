@@ -21,6 +21,8 @@ from pipelines.progress.events import (
     PlanReady,
     Progress,
     StatusMessage,
+    bottleneck,
+    busy_shares,
 )
 from pipelines.progress.wording import parse_bytes
 from storage_formats.errors import UsageError
@@ -127,7 +129,8 @@ def test_a_build_is_logged_and_the_next_run_appends(run, photos, tiny_bundle, tm
         (2, 2, 0),
     ]
     assert all(
-        {"read", "decode", "wait", "encode", "write"} == set(each["stage_seconds"])
+        {"read", "decode", "helpers", "wait", "encode", "write"}
+        == set(each["stage_seconds"])
         for each in shards
     )
     progress = [
@@ -257,3 +260,17 @@ def test_other_texts_are_refused(text):
         ValueError, match="is not a size; give a number of bytes with a unit"
     ):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limit"),
+    [
+        ({"wait": 6, "encode": 2, "read": 9, "decode": 3, "helpers": 16}, "read"),
+        ({"wait": 6, "encode": 2, "read": 3, "decode": 9, "helpers": 16}, "decode"),
+        ({"wait": 1, "encode": 2, "write": 5, "decode": 12, "helpers": 16}, "write"),
+    ],
+)
+def test_a_build_says_what_limits_it(seconds, limit):
+    assert bottleneck(seconds) == limit
+    assert busy_shares(seconds) == {"helpers": 0.75, "model": 0.25}
+    assert busy_shares({}) == {}
