@@ -33,7 +33,14 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,8 +85,8 @@ _MAX_DELAY_SECONDS = 1.5
 # Largest number of requests for progress per second. A request takes about 0.4 ms of
 # CPU time.
 _QUESTIONS_PER_SECOND = 200
-# If a task has failed this number of times, the run ends with an error.
-_MAX_FAILURES = 3
+# If this number of workers in a row die while they start, the run ends with an error.
+_MAX_FAILED_STARTS = 20
 # If no task runs for this time, the engine reports that it waits.
 _BUSY_SECONDS = 15.0
 # number of units in which Ray counts a CPU or GPU
@@ -87,7 +94,6 @@ _RAY_UNITS = 10_000
 _REFRESH_SECONDS = 2.0
 _STOP_GRACE_SECONDS = 60.0
 _PROBE_SECONDS = 5.0
-_START_SECONDS = 60.0
 # The folder of a local Ray is never removed by another process while it is younger than
 # this, because its own process may not have locked it yet.
 _NEW_FOLDER_SECONDS = 3600.0
@@ -161,9 +167,8 @@ def run_on_ray(
         actor_class = cluster.ray.remote(**settings)(EdjeWorker)
         run = _Run(
             cluster,
-            actor_class,
-            (make_worker, holder),
-            deque(_Turn(task) for task in tasks),
+            functools.partial(actor_class.remote, make_worker, holder),
+            deque((task, 0) for task in tasks),
             on_progress=on_progress,
             on_event=on_event,
             stall_seconds=stall_seconds,
@@ -243,25 +248,12 @@ class EdjeWorker:
 
 
 @dataclasses.dataclass
-class _Turn:
-    """A task that waits or runs.
-
-    Attributes:
-        attempt: number of times that the task was given to a worker.
-        failures: number of times that the task failed with an error.
-    """
-
-    task: Task
-    attempt: int = 0
-    failures: int = 0
-
-
-@dataclasses.dataclass
 class _Job:
-    """What an actor does. If `turn` is None, the actor is starting. Otherwise it runs
-    the task of `turn`.
+    """What an actor does. Without an attempt, the actor is starting. Otherwise it runs
+    `task`.
 
     Attributes:
+        attempt: number of times that `task` was given to a worker.
         node: id of the node of the actor; empty until the actor has started.
         question: pending request for the progress of the task; None if there is none.
         progress: latest progress of the task.
@@ -270,8 +262,9 @@ class _Job:
     """
 
     actor: Any
+    task: Task = None
+    attempt: int = 0
     node: str = ""
-    turn: _Turn | None = None
     question: Any = None
     progress: Any = None
     stalled_seconds: float = 0.0
@@ -282,29 +275,25 @@ class _Run:
     """A run of tasks on a pool of actors. An actor lives while tasks wait.
 
     Attributes:
-        actor_class: `EdjeWorker` as a class of Ray actors.
-        arguments: arguments with which each actor is created.
-        waiting: tasks that no actor runs.
+        make_actor: function that starts an actor `EdjeWorker`.
+        waiting: tasks that no actor runs, each with its number of attempts.
         jobs: what each actor does, by Ray's reference to the result that the actor will
             return.
-        left_out: ids of the nodes on which a task has failed. They get no more work.
-        idle_since: value of `time.monotonic` since which no task runs.
-        failing_since: value of `time.monotonic` at the first death of a starting actor
-            since an actor last started; None if there was no death.
+        waits_since: value of `time.monotonic` since which no task runs.
+        failed_starts: number of actors that died before they started, since an actor
+            last started.
         stopping: True once `should_stop()` has returned True.
     """
 
     cluster: RayCluster
-    actor_class: Any
-    arguments: tuple[Any, ...]
-    waiting: deque[_Turn]
+    make_actor: Callable[[], Any]
+    waiting: deque[tuple[Task, int]]
     on_progress: OnProgress
     on_event: OnEvent
     stall_seconds: float
     jobs: dict[Any, _Job] = dataclasses.field(default_factory=dict)
-    left_out: set[str] = dataclasses.field(default_factory=set)
-    idle_since: float = dataclasses.field(default_factory=time.monotonic)
-    failing_since: float | None = None
+    waits_since: float = dataclasses.field(default_factory=time.monotonic)
+    failed_starts: int = 0
     stopping: bool = False
 
     def results(
@@ -316,14 +305,12 @@ class _Run:
         ray = self.cluster.ray
         deadline = float("inf")
         asked_at = time.monotonic()
-        while self.waiting or self.jobs:
+        while (self.waiting or self.jobs) and time.monotonic() < deadline:
             if not self.stopping and should_stop():
                 self.stopping = True
                 deadline = time.monotonic() + _STOP_GRACE_SECONDS
             if self.stopping:
                 self.waiting.clear()
-            if time.monotonic() > deadline:
-                return
             try:
                 self.cluster.refresh(self.on_event)
             except RayDied:
@@ -333,14 +320,11 @@ class _Run:
                     return
                 raise
             self._adjust_actors(workers)
-            answers: list[Any] = []
             if self.jobs:
                 ray.wait([*self.jobs], timeout=_POLL_SECONDS)
-                answers = ray.wait([*self.jobs], num_returns=len(self.jobs), timeout=0)[
-                    0
-                ]
-            for answer in answers:
-                yield from self._take(answer)
+                count = len(self.jobs)
+                for answer in ray.wait([*self.jobs], num_returns=count, timeout=0)[0]:
+                    yield from self._take(answer)
             # Ask rarely enough that this process is idle most of the time.
             pause = max(_POLL_SECONDS, len(self.jobs) / _QUESTIONS_PER_SECOND)
             elapsed = time.monotonic() - asked_at
@@ -355,25 +339,20 @@ class _Run:
         Without a number of workers, as many actors start at a time as run already, so
         that few actors wait for room.
         """
-        starting = [answer for answer, job in self.jobs.items() if job.turn is None]
+        starting = [answer for answer, job in self.jobs.items() if not job.attempt]
         running = len(self.jobs) - len(starting)
         limit = workers - running if workers else max(1, running)
         wanted = min(limit, len(self.waiting))
-        for answer in starting[max(0, wanted) :]:
+        for answer in starting[wanted:]:
             self.cluster.ray.kill(self.jobs.pop(answer).actor)
-        options = {}
-        if self.left_out:
-            nodes = ",".join(sorted(self.left_out))
-            options["label_selector"] = {"ray.io/node-id": f"!in({nodes})"}
         for _ in range(wanted - len(starting)):
-            actor = self.actor_class.options(**options).remote(*self.arguments)
+            actor = self.make_actor()
             self.jobs[actor.node.remote()] = _Job(actor)
         if running:
-            self.idle_since = time.monotonic()
-        elif time.monotonic() - self.idle_since > _BUSY_SECONDS:
-            self.idle_since = float("inf")
-            message = "waiting for free CPUs and GPUs in the Ray cluster"
-            self.on_event(StatusMessage(message, is_warning=True))
+            self.waits_since = time.monotonic()
+        elif time.monotonic() - self.waits_since > _BUSY_SECONDS:
+            self.waits_since = float("inf")
+            self._warn("waiting for free CPUs and GPUs in the Ray cluster")
 
     def _take(self, answer: Any) -> Generator[Any, None, None]:
         """Handle the answer of an actor: yield the result of its task, if there is one,
@@ -381,76 +360,50 @@ class _Run:
         """
         ray = self.cluster.ray
         job = self.jobs.pop(answer)
-        try:
-            if job.turn is None:
-                job.node = ray.get(answer)
-            else:
-                yield from ray.get(answer)
-        except ray.exceptions.RayTaskError as error:
-            self._after_error(job, error)
-        except ray.exceptions.RayError as error:
-            self._after_death(job, error)
-        else:
-            self.failing_since = None
-            if self.waiting and job.node not in self.left_out:
-                turn = self.waiting.popleft()
-                turn.attempt += 1
-                answer = job.actor.run.remote(turn.task)
-                self.jobs[answer] = _Job(job.actor, job.node, turn)
-                return
-        ray.kill(job.actor)
-
-    def _after_error(self, job: _Job, error: Any) -> None:
-        """Handle the error of a task: leave out its node, and let another node run the
-        task. Raise the error if there is no other node, or after `_MAX_FAILURES`.
-        """
-        turn = job.turn
-        cause = error.cause
         place = self.cluster.place(job.node)
-        # A task and the start of a worker raise only EdjeErrors. Another error comes
-        # from Ray, for example because the result of the task cannot be pickled. It
-        # would occur on every node, so the run ends.
-        if turn is None or not isinstance(cause, EdjeError) or not place:
-            if isinstance(cause, EdjeError):
-                raise cause from error
-            raise TaskFailedError(
-                describe_error(cause or error), turn and turn.task
-            ) from error
-        turn.failures += 1
-        is_news = job.node not in self.left_out
-        self.left_out.add(job.node)
-        if turn.failures == _MAX_FAILURES or not self.cluster.room(self.left_out):
-            message = f"{describe_error(cause)}{place}"
-            raise TaskFailedError(message, turn.task) from error
-        if is_news:
-            message = f"no more work{place}: {describe_error(cause)}"
-            self.on_event(StatusMessage(message, is_warning=True))
-        self.waiting.appendleft(turn)
-
-    def _after_death(self, job: _Job, error: Any) -> None:
-        turn = job.turn
-        if turn is None:
-            # The actor died while it started, perhaps on a lost node that Ray has not
-            # noticed yet. Actors are started again, but not forever.
-            self.failing_since = self.failing_since or time.monotonic()
-            if time.monotonic() - self.failing_since > _START_SECONDS:
-                raise EdjeError(
-                    f"worker processes die while they start: {describe_error(error)}"
+        try:
+            if job.attempt:
+                yield from ray.get(answer)
+            else:
+                job.node = ray.get(answer)
+                self.failed_starts = 0
+        except ray.exceptions.RayTaskError as error:
+            # A task and the start of a worker raise EdjeErrors. Another error comes
+            # from Ray, for example because the result of the task cannot be pickled.
+            if isinstance(error.cause, EdjeError) and not place:
+                raise error.cause from error
+            message = f"{describe_error(error.cause or error)}{place}"
+            raise TaskFailedError(message, job.task) from error
+        except ray.exceptions.RayError as error:
+            if not job.attempt:
+                # The actor died while it started, perhaps on a lost node that Ray has
+                # not noticed yet.
+                self.failed_starts += 1
+                if self.failed_starts == _MAX_FAILED_STARTS:
+                    raise EdjeError(
+                        f"worker processes die while they start:"
+                        f" {describe_error(error)}"
+                    ) from error
+                return
+            if job.attempt == ATTEMPTS:
+                raise TaskFailedError(
+                    f"{ATTEMPTS} worker processes died (killed, out of memory, or a"
+                    " crash in native code) or made no progress for"
+                    f" {duration(self.stall_seconds)} while running this task",
+                    job.task,
                 ) from error
+            self._warn(
+                f"a worker died{place}; its task runs again (attempt"
+                f" {job.attempt + 1} of {ATTEMPTS})"
+            )
+            self.waiting.appendleft((job.task, job.attempt))
             return
-        if turn.attempt == ATTEMPTS:
-            raise TaskFailedError(
-                f"{ATTEMPTS} worker processes died (killed, out of memory, or a crash"
-                " in native code) or made no progress for"
-                f" {duration(self.stall_seconds)} while running this task",
-                turn.task,
-            ) from error
-        message = (
-            f"a worker died{self.cluster.place(job.node)}; its task runs again"
-            f" (attempt {turn.attempt + 1} of {ATTEMPTS})"
-        )
-        self.on_event(StatusMessage(message, is_warning=True))
-        self.waiting.appendleft(turn)
+        if not self.waiting:
+            ray.kill(job.actor)
+            return
+        task, attempts = self.waiting.popleft()
+        answer = job.actor.run.remote(task)
+        self.jobs[answer] = _Job(job.actor, task, attempts + 1, job.node)
 
     def _ask(self, seconds: float) -> None:
         """Request the progress of all running tasks, and handle the answers to earlier
@@ -460,9 +413,7 @@ class _Run:
             seconds: time since the last call.
         """
         ray = self.cluster.ray
-        for job in self.jobs.values():
-            if job.turn is None:
-                continue
+        for job in filter(lambda job: job.attempt, self.jobs.values()):
             job.stalled_seconds += seconds
             if job.question and ray.wait([job.question], timeout=0)[0]:
                 # If the actor has died, ignore the error here: `_take` gets it, too, as
@@ -478,69 +429,62 @@ class _Run:
                 job.question = job.actor.exchange.remote(self.stopping)
             if job.stalled_seconds > self.stall_seconds:
                 job.stalled_seconds = 0.0
-                message = (
+                self._warn(
                     f"a worker made no progress for {duration(self.stall_seconds)}"
                     f"{self.cluster.place(job.node)}"
                 )
-                self.on_event(StatusMessage(message, is_warning=True))
                 ray.kill(job.actor)
 
+    def _warn(self, text: str) -> None:
+        self.on_event(StatusMessage(text, is_warning=True))
 
+
+@dataclasses.dataclass
 class RayCluster:
     """A connection to Ray. It watches the nodes of a cluster, or the processes of a
     local Ray.
 
     Args:
         ray: the `ray` package, which is connected.
-        daemons: daemon processes of a local Ray; empty if this process joined a
-            cluster.
         cpus: number of CPUs that each worker needs.
         gpus: number of GPUs that each worker needs.
         min_workers: number of workers that the job needs at least.
         wait_seconds: if there is no room for `min_workers` workers for this number of
             seconds, `refresh` raises an error.
+        daemons: daemon processes of a local Ray; empty if this process joined a
+            cluster.
 
     Raises:
         UsageError: the nodes have no room for `min_workers` workers.
     """
 
-    def __init__(
-        self,
-        ray: Any,
-        daemons: Sequence[Any],
-        *,
-        cpus: int,
-        gpus: float,
-        min_workers: int,
-        wait_seconds: float,
-    ) -> None:
-        self.ray = ray
-        self._daemons = daemons
-        self._min_workers = min_workers
-        self._wait_seconds = wait_seconds
-        self._needs = {
-            name: need for name, need in (("CPU", cpus), ("GPU", gpus)) if need
-        }
+    ray: Any
+    cpus: int
+    gpus: float
+    min_workers: int
+    wait_seconds: float
+    daemons: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
         self._read_at = self._had_room_at = time.monotonic()
         self._nodes = self._read()
-        if self.room() < min_workers:
+        if self.room < self.min_workers:
             raise UsageError(
-                f"a worker needs {cpus} CPUs and {gpus:g} GPUs on one node, but the"
-                f" nodes of the Ray cluster have room for only {self.room()} of"
-                f" {counted(min_workers, 'worker')}; add nodes, or use fewer or smaller"
-                " workers, or another device"
+                f"a worker needs {self.cpus} CPUs and {self.gpus:g} GPUs on one node,"
+                f" but the nodes of the Ray cluster have room for only {self.room} of"
+                f" {counted(self.min_workers, 'worker')}; add nodes, or use fewer or"
+                " smaller workers, or another device"
             )
 
     def _read(self) -> dict[str, dict[str, Any]]:
         return {node["NodeID"]: node for node in self.ray.nodes() if node["Alive"]}
 
-    def room(self, left_out: Collection[str] = ()) -> int:
-        """Return the number of workers for which the nodes that are not `left_out` have
-        room if they do nothing else.
-        """
+    @property
+    def room(self) -> int:
+        """Number of workers for which the nodes have room if they do nothing else."""
+        needs = {"CPU": self.cpus, "GPU": self.gpus}
         return sum(
-            workers_of(self._nodes[node]["Resources"], self._needs)
-            for node in self._nodes.keys() - left_out
+            workers_of(node["Resources"], needs) for node in self._nodes.values()
         )
 
     def place(self, node_id: str) -> str:
@@ -548,7 +492,7 @@ class RayCluster:
         or an unknown node.
         """
         node = self._nodes.get(node_id)
-        if self._daemons or node is None:
+        if self.daemons or node is None:
             return ""
         return f" on node {node['NodeManagerAddress']}"
 
@@ -563,7 +507,7 @@ class RayCluster:
         """
         import psutil
 
-        for daemon in self._daemons:
+        for daemon in self.daemons:
             with contextlib.suppress(psutil.NoSuchProcess):
                 name = daemon.name()
                 if (
@@ -573,7 +517,7 @@ class RayCluster:
                     raise RayDied(
                         f"Ray ended during the run: its {name} process is gone"
                     )
-        if self._daemons or time.monotonic() - self._read_at < _REFRESH_SECONDS:
+        if self.daemons or time.monotonic() - self._read_at < _REFRESH_SECONDS:
             return
         before = self._nodes
         self._nodes = self._read()
@@ -583,15 +527,15 @@ class RayCluster:
             address = (before | self._nodes)[node_id]["NodeManagerAddress"]
             message = (
                 f"node {address} {change} the cluster, which now has room for"
-                f" {counted(self.room(), 'worker')}"
+                f" {counted(self.room, 'worker')}"
             )
             on_event(StatusMessage(message, is_warning=change == "left"))
-        if self.room() >= self._min_workers:
+        if self.room >= self.min_workers:
             self._had_room_at = time.monotonic()
-        elif time.monotonic() - self._had_room_at > self._wait_seconds:
+        elif time.monotonic() - self._had_room_at > self.wait_seconds:
             raise EdjeError(
-                f"for {duration(self._wait_seconds)}, the Ray cluster has had room for"
-                f" only {self.room()} of {counted(self._min_workers, 'worker')}; add"
+                f"for {duration(self.wait_seconds)}, the Ray cluster has had room for"
+                f" only {self.room} of {counted(self.min_workers, 'worker')}; add"
                 " nodes to the cluster"
             )
 
@@ -605,6 +549,7 @@ def workers_of(resources: Mapping[str, float], needs: Mapping[str, float]) -> in
     return min(
         round(resources.get(name, 0) * _RAY_UNITS) // round(need * _RAY_UNITS)
         for name, need in needs.items()
+        if need
     )
 
 
@@ -629,13 +574,7 @@ def connected_ray(
         UsageError: the nodes of the cluster have no room for the workers.
     """
     check_ray(address)
-    watched = functools.partial(
-        RayCluster,
-        cpus=cpus,
-        gpus=gpus,
-        min_workers=min_workers,
-        wait_seconds=wait_seconds,
-    )
+    settings = (cpus, gpus, min_workers, wait_seconds)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_environment({**_ENVIRONMENT, **os.environ}))
         if address is not None:
@@ -643,7 +582,7 @@ def connected_ray(
                 ray = _initialize(stack, address=address, namespace=CLUSTER)
             except Exception as error:
                 raise _cannot_join(address, error) from error
-            yield watched(ray, ())
+            yield RayCluster(ray, *settings)
             return
         _check_importable_privately()
         folder = _local_folder(stack)
@@ -672,18 +611,12 @@ def connected_ray(
             ) from error
         import psutil
 
-        children = (
-            (child, child.as_dict(["cmdline"], ad_value=())["cmdline"])
+        daemons = [
+            child
             for child in psutil.Process().children()
-        )
-        yield watched(
-            ray,
-            [
-                child
-                for child, words in children
-                if any(folder in word for word in words)
-            ],
-        )
+            if folder in str(child.as_dict(["cmdline"]))
+        ]
+        yield RayCluster(ray, *settings, daemons)
 
 
 def best_device(address: str | None) -> Literal["cpu", "cuda"]:

@@ -68,20 +68,6 @@ class FileWorker:
     def fill_disk(self, job, on_progress, should_stop):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/photos.edje/tokens")
 
-    def read_photo(self, job, on_progress, should_stop):
-        """Fails on a node that does not see the photo. The others wait for that, else
-        one node may be done before the other begins.
-        """
-        has_failed = self.folder.parent / "has-failed"
-        try:
-            (self.folder / "photo").read_bytes()
-        except OSError:
-            has_failed.touch()
-            raise
-        while not has_failed.exists():
-            time.sleep(0.1)
-        return job.name * 10
-
     def until_stopped(self, job, on_progress, should_stop):
         for step in range(600):
             if should_stop():
