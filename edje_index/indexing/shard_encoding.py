@@ -160,26 +160,21 @@ def _encode_whole_shard(
         prepare = helpers.prepare
         step = min(MESSAGE_INPUTS, -(-size // threads))
 
-    def parts() -> Iterator[range]:
-        """Yield the positions in the shard, in parts of batches."""
-        for start in range(0, len(refs), size):
-            stop = min(start + size, len(refs))
-            for first in range(start, stop, step):
-                yield range(first, min(first + step, stop))
+    # positions in the shard, in parts of batches
+    parts = [
+        range(first, min(first + step, start + size, len(refs)))
+        for start in range(0, len(refs), size)
+        for first in range(start, min(start + size, len(refs)), step)
+    ]
 
     def prepare_part(part: range) -> int:
         """Prepare the inputs of `part`, and return the end of `part`."""
         # The position in the memory follows from the position in the shard. So the
         # bytes of a batch do not depend on the order in which inputs are prepared.
-        jobs = [
-            (position % (batches * size), refs[position])
-            for position in part
-            if entries[position].status == INDEXED
-        ]
-        prepared = iter(prepare(jobs))
-        for position in part:
-            if entries[position].status == INDEXED:
-                vars(entries[position]).update(next(prepared))
+        pending = [at for at in part if entries[at].status == INDEXED]
+        jobs = [(at % (batches * size), refs[at]) for at in pending]
+        for at, columns in zip(pending, prepare(jobs), strict=True):
+            vars(entries[at]).update(columns)
         return part.stop
 
     with (
@@ -190,7 +185,7 @@ def _encode_whole_shard(
         # if an exception ends the shard, the images that still wait are not prepared
         stack.callback(pool.shutdown, cancel_futures=True)
         ends = ordered_results(
-            parts(),
+            parts,
             lambda part: pool.submit(prepare_part, part),
             ahead=(batches - 1) * -(-size // step),
         )

@@ -138,6 +138,8 @@ class Helpers:
             EdjeError: helpers cannot start.
         """
         jobs = list(jobs)
+        if not jobs:
+            return []
         columns: dict[int, Columns] = {}
         with self._borrowed(1) as (helper,):
             suspects = self._try(helper, jobs, columns)
@@ -173,8 +175,8 @@ class Helpers:
         ):
             limit *= SLOW_FACTOR
         suspects: list[Job] = []
-        failed_starts = 0
-        while jobs:
+        # Every attempt but `_MAX_STARTS` takes a job away.
+        for _ in range(len(jobs) + _MAX_STARTS):
             marks = self._marks[helper.number, : len(jobs)]
             marks[:] = _WAITS
             seconds = np.zeros(len(jobs))
@@ -189,30 +191,25 @@ class Helpers:
                     os.kill(helper.process, signal.SIGKILL)
                 answer = connection.recv()
             except (EOFError, OSError):
-                self._disconnect(helper)
+                helper.connection = None
             else:
                 if isinstance(answer, Exception):
                     raise answer
                 positions = [position for position, _ in jobs]
                 columns.update(zip(positions, answer, strict=True))
-                break
+                return suspects
             hung = seconds >= limit
-            blamed = hung if hung.any() else marks == _RUNS
-            innocent = []
-            for job, is_blamed in zip(jobs, blamed, strict=True):
-                if not is_blamed:
-                    innocent.append(job)
-                elif hung.any():
-                    detail = f"it was not read and decoded within {limit:g} seconds"
-                    columns[job[0]] = failed("timed-out", detail)
-                else:
-                    suspects.append(job)
-            jobs = innocent
-            if not blamed.any():
-                failed_starts += 1
-                if failed_starts == _MAX_STARTS:
-                    raise EdjeError("helper processes die before they begin an input")
-        return suspects
+            blames = hung if hung.any() else marks == _RUNS
+            blamed = list(itertools.compress(jobs, blames))
+            jobs = list(itertools.compress(jobs, ~blames))
+            if hung.any():
+                detail = f"it was not read and decoded within {limit:g} seconds"
+                columns |= {at: failed("timed-out", detail) for at, _ in blamed}
+            else:
+                suspects += blamed
+            if not jobs:
+                return suspects
+        raise EdjeError("helper processes die before they begin an input")
 
     def _connected(self, helper: _Helper) -> Connection:
         """Return the connection to `helper`, which is started if it does not run."""
@@ -230,11 +227,6 @@ class Helpers:
                         raise
             helper.process = helper.connection.recv()
         return helper.connection
-
-    def _disconnect(self, helper: _Helper) -> None:
-        if helper.connection is not None:
-            helper.connection.close()
-            helper.connection = None
 
     def _start_server(self) -> None:
         self._control, theirs = Pipe()

@@ -23,7 +23,9 @@ from edje_index.images.frames import DecodeSettings
 from edje_index.images.transient import TransientInputError
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.indexing.shard_encoding import ShardTask, encode_shard
+from edje_index.inputs.helpers import Helpers
 from edje_index.inputs.input_lists import write_input_lists
+from edje_index.inputs.preparation import Preparation
 from edje_index.inputs.refs import InputRef
 from storage_formats.change import begin_index
 from storage_formats.errors import EdjeError, TaskInterrupted
@@ -136,6 +138,20 @@ def test_every_input_is_a_row_and_decodable_ones_hold_the_model_output(case, enc
     for row in (2, 4, 6):
         assert (bits[row] == 0x7FC0).all()
         assert np.isnan(embeddings[row]).all()
+
+
+def test_helpers_prepare_the_same_shard(case, encoder):
+    """With more helpers than images per batch, some messages would be empty."""
+    task, _ = case
+    receipt = encode_shard(task, encoder)
+    expected = stored(task)
+    preparation = Preparation(task.decoding, encoder.preprocess)
+    helpers = Helpers(5, preparation, 3 * task.batch_size)
+    again = encode_shard(task, encoder, helpers=helpers)
+    helpers.close()
+    assert (again.failed, again.duplicates) == (receipt.failed, receipt.duplicates)
+    for bits, other in zip(stored(task), expected, strict=True):
+        assert np.array_equal(bits, other, equal_nan=bits.dtype == np.float32)
 
 
 def test_out_of_memory_halves_the_batch_of_the_whole_shard(case, encoder, monkeypatch):
