@@ -239,6 +239,23 @@ NUMBERS: dict[str, tuple[float, Callable[[Any, TokenIndex, TokenStore], Any]]] =
 }
 
 
+def test_a_build_and_an_update_take_numbers_of_numpy(files, tmp_path):
+    numbers = {"threads": 1, "shard_size": 4, "batch_size": 2, "max_pixels": 10_000}
+    built = build_index(
+        files / "photos",
+        tmp_path / "new",
+        files / "model",
+        engine="inline",
+        dedupe=np.True_,
+        max_failed=np.float32(0.5),
+        **{name: np.int64(number) for name, number in numbers.items()},
+    )
+    assert built.rows == 6
+    options = {"retry_failed": np.True_, "max_vanished": np.float32(0.5)}
+    updated = edje_index.update_index(tmp_path / "new", engine="inline", **options)
+    assert updated.unchanged == 6
+
+
 @pytest.fixture(scope="module")
 def opened(files) -> TokenIndex:
     return TokenIndex.open(files / "photos.edje")

@@ -326,7 +326,7 @@ def build_index(
         "column": column,
         "include": tuple(include),
         "exclude": tuple(exclude),
-        "dedupe": dedupe,
+        "dedupe": bool(dedupe),
         "shard_size": shard_size,
         "precisions": precisions,
         "max_pixels": max_pixels,

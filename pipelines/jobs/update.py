@@ -240,7 +240,7 @@ def update_index(
     execution = Execution(engine, workers, address=address, max_failed=max_failed)
     plan = None
     changed = 0
-    request = {"retry_failed": retry_failed}
+    request = {"retry_failed": bool(retry_failed)}
     with (
         temporary_database() as database,
         begin(index, "update", request, dry_run=dry_run) as change,
