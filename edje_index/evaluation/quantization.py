@@ -30,7 +30,7 @@ from edje_index.search.query import read_queries
 from edje_index.search.token_index import TokenIndex
 from storage_formats.arguments import as_count
 from storage_formats.arrays import Bools, Floats
-from storage_formats.codecs.formats import CODECS
+from storage_formats.codecs.formats import FORMATS
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import INDEXED, iter_rows
 from storage_formats.format.source_columns import caption_columns, captions_of
@@ -180,7 +180,7 @@ def measure_precisions(
         compared = [
             name
             for name in RECOMMENDED
-            if spec.block_shape[1] % CODECS[name].width_multiple == 0
+            if spec.block_shape[1] % FORMATS[name].width_multiple == 0
         ]
     sources = {
         source.codec.name: source

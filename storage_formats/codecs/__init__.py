@@ -1,5 +1,5 @@
-"""The precisions of stored tokens. To add a precision, write a codec class in
-`codecs.formats` and a decoder for GPUs in `edje_index.fetching.device_decode`.
+"""The precisions of stored tokens. To add a precision, add a row to the table in
+`codecs.formats`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.codecs.base import BF16, Blocks, Codec, Records
-from storage_formats.codecs.formats import CODECS
+from storage_formats.codecs.formats import FORMATS
 from storage_formats.errors import UsageError
 
 __all__ = [
@@ -37,7 +37,7 @@ def precisions() -> tuple[str, ...]:
         >>> precisions()
         ('bf16', 'int8', 'fp8', 'nvfp4', 'mxfp4', 'gauss2', 'sign1')
     """
-    return tuple(CODECS)
+    return tuple(FORMATS)
 
 
 def finest(names: Iterable[str]) -> str:
@@ -69,7 +69,7 @@ def codec(
 
     Raises:
         UsageError: the name is unknown, or d is not a multiple of the number that the
-            precision requires (`Codec.width_multiple`).
+            precision requires (`Format.width_multiple`).
 
     Examples:
         >>> import ml_dtypes, numpy as np
@@ -84,11 +84,11 @@ def codec(
         (2, 64, 384)
     """
     check_names([name])
-    if name not in CODECS:
+    if name not in FORMATS:
         raise UsageError(
-            f"unknown precision '{name}'; choose one of: {', '.join(CODECS)}"
+            f"unknown precision '{name}'; choose one of: {', '.join(FORMATS)}"
         )
-    return CODECS[name](block_shape, offset)
+    return Codec(FORMATS[name], block_shape, offset)
 
 
 def check_names(names: Iterable[str]) -> None:

@@ -5,17 +5,15 @@ work between threads.
 from __future__ import annotations
 
 import functools
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.arguments import repr_of
-from storage_formats.codecs.minifloat import NAN_CODE
+from storage_formats.codecs.formats import Format
+from storage_formats.codecs.minifloat import BF16, CANONICAL_NAN, NAN_CODE
 from storage_formats.errors import UsageError
 from storage_formats.threads import run_chunks
 
@@ -40,13 +38,12 @@ at each byte offset to `scores`.
 Span: TypeAlias = tuple[int, int]
 """(start, stop), a half-open range of items."""
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
 # The offset is subtracted from this number of blocks at a time. With a smaller number,
 # each kernel would be called more often.
 _OFFSET_BLOCKS = 32
 
 
-class Codec(ABC):
+class Codec:
     """Encodes and decodes blocks of one shape in one precision. Thread-safe.
 
     Finite values decode to finite values. Only `bf16` is lossless. In the other
@@ -54,30 +51,22 @@ class Codec(ABC):
     that share its scale.
 
     The argument `threads` of the methods is the maximum number of threads, which does
-    not change the result. A subclass imports its compiled kernels, and with them Numba,
-    at the first conversion.
+    not change the result. The compiled kernels, and with them Numba, are imported at
+    the first conversion.
 
     Args:
+        form: format of the records.
         block_shape: (m, d), tokens per block and values per token.
         offset: block that is subtracted before encoding and added after decoding,
-            float32 [m, d]. None for no offset. A precision without `has_offset` ignores
-            this argument.
+            float32 [m, d]. None for no offset. `bf16` ignores this argument.
 
     Attributes:
-        name: name of the precision. The directory of its shards under `tokens/` has the
-            same name.
+        form: format of the records.
+        name: name of the precision.
         has_offset: whether the precision takes an offset.
-        subtracts: whether the method `_encode` subtracts the offset itself. Otherwise,
-            `encode` subtracts the offset first.
-        logical_dtype: number format of the stored values, for example `bfloat16` or
-            `int8`.
-        width_multiple: the width of a token must be a multiple of this number.
-        token_range: (smallest, largest), the range in which the largest magnitude of a
-            token should be, unless all values of the token are 0. A token whose largest
-            magnitude is outside this range has larger errors than the tests allow.
         block_shape: (m, d), tokens per block and values per token.
-        group: number of consecutive values of a token that share one scale.
         record_shape: shape of one record in the Zarr array of the precision.
+        zarr_dtype: data type of the Zarr array.
         fill_value: fill value of the Zarr array. A record of fill values decodes to
             NaN.
 
@@ -93,35 +82,34 @@ class Codec(ABC):
         True
     """
 
-    name: str
-    logical_dtype: str
-    zarr_dtype = "uint8"
-    fill_value = NAN_CODE
-    has_offset = True
-    subtracts = False
-    width_multiple = 1
-    token_range = (0.0, math.inf)
-
     def __init__(
-        self, block_shape: tuple[int, int], offset: NDArray[np.float32] | None = None
+        self,
+        form: Format,
+        block_shape: tuple[int, int],
+        offset: NDArray[np.float32] | None = None,
     ) -> None:
         tokens, width = block_shape
-        multiple = self.width_multiple
+        multiple = form.width_multiple
         if width % multiple:
             raise UsageError(
-                f"precision '{self.name}' needs tokens whose width is a multiple of"
+                f"precision '{form.name}' needs tokens whose width is a multiple of"
                 f" {multiple}, but the width is {width}; use fp8 or int8, which accept"
                 " any width"
             )
+        self.form = form
+        self.name = form.name
+        self.has_offset = form.code_bits != 16
         self.block_shape = block_shape
         self.offset = offset if self.has_offset else None
         self.values = tokens * width
-        self.record_bytes = tokens * self.token_bytes(width)
-        self.record_shape: tuple[int, ...] = block_shape
-        if self.zarr_dtype == "uint8":
-            self.record_shape = (self.record_bytes,)
-        self.group = self.group_of(width)
-        self._geometry = (self.values, width, self.group)
+        self.record_bytes = tokens * form.token_bytes(width)
+        self.record_shape: tuple[int, ...] = (self.record_bytes,)
+        self.zarr_dtype = "uint8"
+        self.fill_value = NAN_CODE
+        if not self.has_offset:
+            self.record_shape = block_shape
+            self.zarr_dtype = "uint16"
+            self.fill_value = CANONICAL_NAN
 
     # The array is not allocated in `__init__`, because the shape may come from a file
     # that is not checked yet, and may be huge.
@@ -132,32 +120,14 @@ class Codec(ABC):
         """
         if self.offset is None:
             return np.full(self.values, -0.0, dtype=np.float32)
-        return self.offset.reshape(-1)
-
-    @functools.cached_property
-    def _halves(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """The values of the offset with even and with odd indices."""
-        return self._added[::2].copy(), self._added[1::2].copy()
-
-    @classmethod
-    def group_of(cls, width: int) -> int:
-        """Return the number of values of a token that share one scale."""
-        return width
-
-    @classmethod
-    def token_bytes(cls, width: int) -> int:
-        """Return the number of bytes that a token of `width` values takes in a record,
-        including its scales.
-        """
-        return 2 * width
+        added = self.offset.reshape(-1)
+        if self.form.code_bits == 1:
+            # see `kernels.decoder`
+            return np.concatenate([added[::2], added[1::2]])
+        return added
 
     __repr__ = repr_of("name", "block_shape")
 
-    def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
-        """Encode the blocks in `bits` with the indices `range(*span)` to `records`."""
-        raise NotImplementedError
-
-    @abstractmethod
     def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
         """Decode the items of `moves` with the indices `range(*span)` on the calling
         thread.
@@ -172,12 +142,60 @@ class Codec(ABC):
                 it is decoded. The indices are distinct.
             bits: bits of the decoded blocks, uint16 [n * m * d].
         """
+        if not self.has_offset:
+            start, stop = span
+            copies = bits.view(np.uint8).reshape(-1, self.record_bytes)
+            for offset, index in zip(
+                moves[0][start:stop].tolist(),
+                moves[1][start:stop].tolist(),
+                strict=True,
+            ):
+                copies[index] = memory[offset : offset + self.record_bytes]
+            return
+        from storage_formats.codecs.kernels import decoder
+
+        decode = decoder(self.form, self.offset is not None)
+        sizes = (self.values, self.block_shape[1])
+        decode(memory, moves, self._added, bits, sizes, span)
 
     def scorer(self, query: NDArray[np.float32]) -> Scorer | None:
         """Return a function that scores records with the vectors `query` [q, d] without
         decoding the records. Return None if the records must be decoded first.
         """
-        return None
+        m, d = self.block_shape
+        # The kernel processes 64 signs at a time. With fewer than 256 values, rounding
+        # the query would change a score by over 0.1 %.
+        if self.form.code_bits != 1 or d % 64 or d < 256:
+            return None
+        # Each query vector is rounded to integers of nine bits, -255 to 255, times a
+        # step. The step of a vector of zeros is arbitrary.
+        largest = np.abs(query).max(axis=1)
+        steps = np.where(largest > 0, largest, 1).astype(np.float32) / np.float32(255)
+        numbers = np.rint(query / steps[:, None]).astype(np.int16)
+        # `bits[i, j]` contains bit j, in two's complement, of each integer of vector i
+        bits = numbers[:, None] >> np.arange(9, dtype=np.int16)[:, None] & 1
+        planes = np.packbits(bits.astype(np.uint8), axis=2, bitorder="little")
+        biases = np.zeros((len(query), m), np.float32)
+        if self.offset is not None:
+            # `einsum` uses no threads. The operator `@` would start the threads of
+            # BLAS, which takes longer than the product.
+            biases = np.einsum("qd,md->qm", query, self.offset)
+        arguments = (
+            np.ascontiguousarray(planes.view(np.uint64).transpose(0, 2, 1)).reshape(-1),
+            numbers.sum(axis=1, dtype=np.float32),
+            steps,
+            biases.reshape(-1),
+        )
+
+        from storage_formats.codecs.kernels import max_sim_of_signs
+
+        def score(
+            memory: Bytes, offsets: NDArray[np.int64], scores: NDArray[np.float32]
+        ) -> None:
+            sizes = (m, d, len(query))
+            max_sim_of_signs(memory, offsets, *arguments, scores, sizes)
+
+        return score
 
     def residuals(self, blocks: Blocks, out: Blocks | None = None) -> Blocks:
         """Return `blocks` [k, m, d] minus the offset, rounded to bfloat16, in `out` or
@@ -186,14 +204,10 @@ class Codec(ABC):
         if self.offset is None:
             return blocks
         out = np.empty(blocks.shape, dtype=BF16) if out is None else out[: len(blocks)]
-        # the kernel processes pairs of values, so it cannot process an odd number
-        if self.values % 2:
-            np.subtract(blocks.astype(np.float32), self.offset, out, casting="unsafe")
-            return out
         from storage_formats.codecs.kernels import subtract_offset
 
-        pairs = np.ascontiguousarray(blocks).reshape(-1).view(np.uint32)
-        subtract_offset(pairs, *self._halves, out.reshape(-1).view(np.uint32))
+        bits = np.ascontiguousarray(blocks).view(np.uint16).reshape(-1)
+        subtract_offset(bits, self.offset.reshape(-1), out.view(np.uint16).reshape(-1))
         return out
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
@@ -201,36 +215,36 @@ class Codec(ABC):
 
         The result may share memory with `blocks`.
         """
-        self._check_blocks(blocks)
-        records = np.empty((len(blocks), self.record_bytes), dtype=np.uint8)
-        blocks = np.ascontiguousarray(blocks)
-        bits = blocks.view(np.uint16).reshape(-1)
-        flat = records.reshape(-1)
-
-        def encode(start: int, stop: int) -> None:
-            if self.offset is None or self.subtracts:
-                self._encode(bits, flat, (start, stop))
-                return
-            # All parts use one buffer, because new memory would cost a page fault per
-            # 4 KiB.
-            buffer = np.empty((_OFFSET_BLOCKS, *self.block_shape), dtype=BF16)
-            for first, last in _pieces(start, stop):
-                residuals = self.residuals(blocks[first:last], buffer)
-                part = flat[first * self.record_bytes : last * self.record_bytes]
-                self._encode(
-                    residuals.view(np.uint16).reshape(-1), part, (0, last - first)
-                )
-
-        run_chunks(encode, len(blocks), 2 * self.values, threads)
-        return records
-
-    def _check_blocks(self, blocks: Blocks) -> None:
         m, d = self.block_shape
         if blocks.dtype != BF16 or blocks.ndim != 3 or blocks.shape[1:] != (m, d):
             raise UsageError(
                 f"blocks must be bfloat16 [k, {m}, {d}], got {blocks.dtype}"
                 f" {list(blocks.shape)}"
             )
+        blocks = np.ascontiguousarray(blocks)
+        if not self.has_offset:
+            return blocks.view(np.uint8).reshape(len(blocks), self.record_bytes)
+        from storage_formats.codecs.kernels import encoder
+
+        # the kernel of integers subtracts the offset without rounding
+        has_integers = self.form.code_bits == 8 and not self.form.is_float
+        kernel = encoder(self.form, has_integers and self.offset is not None)
+        records = np.empty((len(blocks), self.record_bytes), dtype=np.uint8)
+
+        def encode(start: int, stop: int) -> None:
+            # All parts use one buffer, because new memory would cost a page fault per
+            # 4 KiB.
+            buffer = np.empty((_OFFSET_BLOCKS, m, d), dtype=BF16)
+            for first in range(start, stop, _OFFSET_BLOCKS):
+                part = blocks[first : min(first + _OFFSET_BLOCKS, stop)]
+                target = records[first : first + len(part)].reshape(-1)
+                if not has_integers:
+                    part = self.residuals(part, buffer)
+                bits = part.view(np.uint16).reshape(-1)
+                kernel(bits, self._added, target, (m * d, d), (0, len(part)))
+
+        run_chunks(encode, len(blocks), 2 * self.values, threads)
+        return records
 
     def decode(
         self, records: Records, out: Blocks | None = None, threads: int | None = None
@@ -261,12 +275,6 @@ class Codec(ABC):
             threads,
         )
         return out
-
-
-def _pieces(start: int, stop: int) -> Iterator[Span]:
-    """Split a span into parts of at most `_OFFSET_BLOCKS` blocks."""
-    for first in range(start, stop, _OFFSET_BLOCKS):
-        yield first, min(first + _OFFSET_BLOCKS, stop)
 
 
 def check_out(

@@ -10,22 +10,82 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import platform
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numba
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 
+_Result = TypeVar("_Result")
 types: Any = numba.types
 _njit: Any = functools.partial(numba.njit, nogil=True, error_model="numpy")
 
 
+def _compiled(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
+    """Compile a function. The compiled code is cached on disk if the installation or
+    the home directory is writeable.
+    """
+    try:
+        return cast(Callable[..., Any], _njit(signature, cache=True)(function))
+    except (RuntimeError, OSError):
+        return cast(Callable[..., Any], _njit(signature)(function))
+
+
+def _swap_modes(_: Any, modes: Any) -> Any:
+    def generate(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        (modes,) = arguments
+        if platform.machine() not in ("x86_64", "AMD64"):
+            return modes
+        slot = builder.alloca(modes.type)
+        pointer = builder.bitcast(slot, ir.IntType(8).as_pointer())
+        access = ir.FunctionType(ir.VoidType(), [pointer.type])
+        declare = builder.module.declare_intrinsic
+        builder.call(declare("llvm.x86.sse.stmxcsr", (), access), [pointer])
+        old = builder.load(slot)
+        builder.store(modes, slot)
+        builder.call(declare("llvm.x86.sse.ldmxcsr", (), access), [pointer])
+        return old
+
+    return types.uint32(types.uint32), generate
+
+
+_swap: Any = intrinsic(_swap_modes)
+# The modes of a new thread: round to nearest, and keep subnormal numbers.
+_DEFAULT_MODES = 0x1F80
+
+
+def _set_modes(modes: Any) -> Any:
+    return _swap(modes)
+
+
+@functools.cache
+def _mode_setter() -> Callable[[int], int]:
+    return _compiled(_set_modes, types.uint32(types.uint32))
+
+
+def with_default_modes(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Let a function compute with the default modes of floating-point numbers, so that
+    its results do not depend on the modes of the caller's thread, such as
+    `torch.set_flush_denormal(True)`. Use it as a decorator.
+    """
+
+    @functools.wraps(function)
+    def run(*arguments: Any) -> _Result:
+        set_modes = _mode_setter()
+        modes = set_modes(_DEFAULT_MODES)
+        try:
+            return function(*arguments)
+        finally:
+            set_modes(modes)
+
+    return run
+
+
 def kernel(*arguments: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator of a function that Numba compiles at its first call. The
-    function runs without the GIL.
-
-    The compiled code is cached on disk if the installation or the home directory is
-    writeable.
+    function runs without the GIL, and with the default modes of floating-point numbers.
 
     Args:
         arguments: Numba types of the arguments. The function must return None.
@@ -34,17 +94,10 @@ def kernel(*arguments: Any) -> Callable[[Callable[..., None]], Callable[..., Non
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.cache
         def compiled() -> Callable[..., None]:
-            compiler = _njit(types.void(*arguments), cache=True)
-            try:
-                return cast(Callable[..., None], compiler(function))
-            except (RuntimeError, OSError):
-                # without a cache, because neither the installation nor the home
-                # directory is writeable
-                return cast(
-                    Callable[..., None], _njit(types.void(*arguments))(function)
-                )
+            return _compiled(function, types.void(*arguments))
 
-        return functools.wraps(function)(lambda *values: compiled()(*values))
+        run = with_default_modes(lambda *values: compiled()(*values))
+        return functools.wraps(function)(run)
 
     return decorate
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -85,6 +86,7 @@ class MiniFloat:
         return codes
 
 
+BF16 = np.dtype(ml_dtypes.bfloat16)
 E4M3 = MiniFloat(exponent_bits=4, fraction_bits=3, bias=7, has_nan=True)
 E2M1 = MiniFloat(exponent_bits=2, fraction_bits=1, bias=1, has_nan=False)
 
@@ -95,22 +97,15 @@ CANONICAL_NAN = 0x7FC0
 """Bits of the bfloat16 that every precision except `bf16` returns for a NaN."""
 
 
-def e8m0_values() -> NDArray[np.float32]:
-    """Return the value of each E8M0 code, float32 [256]: 2 ** (code - 127) for
-    codes 0 to 254, and NaN for code 255.
-    """
-    return np.append(
-        np.ldexp(np.float32(1), np.arange(NAN_CODE) - 127), np.float32(np.nan)
-    ).astype(np.float32)
-
-
-def e8m0_codes(
-    largest: NDArray[np.float32], exponents: NDArray[np.integer]
-) -> NDArray[np.uint8]:
-    """Return the E8M0 code of 2 ** e for each e of `exponents`, after limiting e to
-    -127 to 127. The code is 0 where `largest` is 0.
-    """
-    codes: NDArray[np.uint8] = np.where(
-        largest > 0, np.clip(exponents, -127, 127) + 127, 0
-    ).astype(np.uint8)
-    return codes
+E8M0_VALUES = (
+    np.append(
+        # bits of 2 ** -127, which is subnormal
+        np.append(1 << 22, np.arange(1, NAN_CODE) << 23),
+        CANONICAL_NAN << 16,
+    )
+    .astype(np.uint32)
+    .view(np.float32)
+)
+"""The value of each E8M0 code, float32 [256]: 2 ** (code - 127) for codes 0 to 254, and
+NaN for code 255.
+"""

@@ -107,7 +107,7 @@ def _token_array(spec: IndexSpec, precision: str) -> Json:
     attributes: Json = {
         "format_version": FORMAT_VERSION,
         "precision": precision,
-        "logical_dtype": token_codec.logical_dtype,
+        "logical_dtype": token_codec.form.logical_dtype,
         "block_shape": list(spec.block_shape),
         "record_bytes": token_codec.record_bytes,
     }

@@ -25,14 +25,14 @@ def outside(codec: Codec, blocks: Blocks) -> dict[int, str]:
     keyed by the position of the block in `blocks`.
 
     A block cannot be stored if it has a token whose largest magnitude, after the offset
-    was subtracted, is outside `codec.token_range`. The values of such a token would
-    lose their precision or be limited to the largest value that the codec can store. A
-    token of zeros can be stored.
+    was subtracted, is outside `codec.form.token_range`. The values of such a token
+    would lose their precision or be limited to the largest value that the codec can
+    store. A token of zeros can be stored.
 
     Args:
         blocks: bfloat16 [k, m, d].
     """
-    low, high = codec.token_range
+    low, high = codec.form.token_range
     if (low, high) == (0.0, math.inf):
         return {}
     largest = _largest(codec.residuals(blocks))

@@ -9,15 +9,12 @@ from numpy.typing import NDArray
 
 from storage_formats.codecs import codec as codec_of
 from storage_formats.codecs.base import BF16, Blocks, Codec, Records
-from storage_formats.codecs.formats import (
-    LARGEST_INPUT,
-    NAN_SCALE,
-    Gauss2Codec,
-    GroupScaledCodec,
-    Int8Codec,
-    Sign1Codec,
-)
-from storage_formats.codecs.minifloat import CANONICAL_NAN, E2M1, NAN_CODE
+from storage_formats.codecs.formats import NAN_SCALE
+from storage_formats.codecs.minifloat import CANONICAL_NAN, E2M1, E4M3, NAN_CODE
+
+# see `fp8` in SPEC.md section 6.1
+LARGEST_INPUT = 15 * 2.0**124
+ELEMENTS = {"fp8": E4M3, "nvfp4": E2M1, "mxfp4": E2M1}
 
 
 def every_code(name: str) -> tuple[Records, tuple[int, int]]:
@@ -54,14 +51,14 @@ def encode(codec: Codec, blocks: Blocks) -> Records:
     format of `codec`.
     """
     numbers = blocks.astype(np.float32)
-    match codec:
-        case GroupScaledCodec():
+    match codec.name:
+        case "fp8" | "nvfp4" | "mxfp4":
             return _encode_groups(codec, numbers)
-        case Int8Codec():
+        case "int8":
             return _encode_int8(codec, numbers)
-        case Sign1Codec():
+        case "sign1":
             return _encode_sign1(codec, numbers)
-        case Gauss2Codec():
+        case "gauss2":
             return _encode_gauss2(codec, numbers)
     raise NotImplementedError(codec.name)
 
@@ -74,16 +71,16 @@ def decode(
     """
     # damaged records may contain scales that no encoder writes
     with np.errstate(over="ignore", invalid="ignore"):
-        match codec:
-            case GroupScaledCodec():
+        match codec.name:
+            case "fp8" | "nvfp4" | "mxfp4":
                 numbers = _decode_groups(codec, records)
-            case Int8Codec():
+            case "int8":
                 codes, scales = np.split(records, [codec.values], axis=1)
                 numbers = (
                     codes.view(np.int8).reshape(-1, *codec.block_shape)
                     * _from_bf16_bytes(scales)[..., None]
                 )
-            case Sign1Codec():
+            case "sign1":
                 codes, scales = np.split(records, [codec.values // 8], axis=1)
                 negative = np.unpackbits(codes, axis=1, bitorder="little").reshape(
                     -1, *codec.block_shape
@@ -92,7 +89,7 @@ def decode(
                     np.where(negative, -1, 1).astype(np.float32)
                     * _from_bf16_bytes(scales)[..., None]
                 )
-            case Gauss2Codec():
+            case "gauss2":
                 codes, scales = np.split(records, [codec.values // 4], axis=1)
                 pairs = (codes[..., None] >> np.arange(0, 8, 2, dtype=np.uint8)) & 3
                 levels = np.array([1, -1, 107 / 32, -107 / 32], dtype=np.float32)
@@ -113,38 +110,56 @@ def decode(
     ).view(BF16)
 
 
-def _encode_groups(codec: GroupScaledCodec, numbers: NDArray[np.float32]) -> Records:
-    groups = numbers.reshape(-1, codec.values // codec.group, codec.group)
+def _encode_groups(codec: Codec, numbers: NDArray[np.float32]) -> Records:
+    group = codec.form.group or codec.block_shape[1]
+    groups = numbers.reshape(-1, codec.values // group, group)
     finite = np.asarray(np.isfinite(groups).all(axis=-1))
     groups = np.where(finite[..., None], groups, np.float32(0))
-    scales = codec.scale_codes(np.abs(groups).max(axis=-1))
+    scales = scale_codes(codec.name, np.abs(groups).max(axis=-1))
     quotients = (
         np.clip(groups, -LARGEST_INPUT, LARGEST_INPUT)
-        / codec.scale_values[scales][..., None]
+        / codec.form.scale_values[scales][..., None]
     )
-    codes = codec.element.encode(quotients.astype(np.float32))
+    codes = ELEMENTS[codec.name].encode(quotients.astype(np.float32))
     codes[~finite] = NAN_CODE
     scales[~finite] = NAN_CODE
     codes = codes.reshape(-1, codec.values)
-    if codec.element is E2M1:
+    if codec.form.code_bits == 4:
         codes = (codes[:, ::2] & np.uint8(15)) | (codes[:, 1::2] << np.uint8(4))
     return np.concatenate([codes, scales], axis=1)
 
 
-def _decode_groups(codec: GroupScaledCodec, records: Records) -> NDArray[np.float32]:
-    codes, scales = np.split(records, [codec.codes_bytes], axis=1)
-    halves = np.stack([codes & 15, codes >> 4], axis=-1)
-    elements = codec.element.values[halves if codec.element is E2M1 else codes].reshape(
-        *scales.shape, codec.group
-    )
-    return elements * codec.scale_values[scales][..., None]
+def scale_codes(name: str, largest: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Return the scale code of each group from its largest magnitude."""
+    if name == "nvfp4":
+        scales = E4M3.encode(largest.astype(np.float64) / (6 * 2.0**-3))
+        return np.maximum(scales, np.uint8(1))
+    fraction, exponents = np.frexp(largest.astype(np.float64))
+    if name == "mxfp4":
+        exponents = exponents - 1 - 2
+    else:
+        # the smallest exponent with which largest / 2 ** exponent is at most 448
+        exponents = exponents - 9 + (fraction > 448 / 512)
+    codes = np.clip(exponents, -127, 127) + 127
+    return np.where(largest > 0, codes, 0).astype(np.uint8)
 
 
-def _encode_int8(codec: Int8Codec, numbers: NDArray[np.float32]) -> Records:
+def _decode_groups(codec: Codec, records: Records) -> NDArray[np.float32]:
+    form = codec.form
+    codes, scales = np.split(records, [codec.values * form.code_bits // 8], axis=1)
+    if form.code_bits == 4:
+        codes = np.stack([codes & 15, codes >> 4], axis=-1)
+    group = codec.values // scales.shape[1]
+    elements = form.values[codes].reshape(*scales.shape, group)
+    return elements * form.scale_values[scales][..., None]
+
+
+def _encode_int8(codec: Codec, numbers: NDArray[np.float32]) -> Records:
     finite = np.asarray(np.isfinite(numbers).all(axis=-1))
     tokens = np.where(finite[..., None], numbers, np.float32(0))
     largest = np.abs(tokens).max(axis=-1).astype(BF16).astype(np.float32)
-    scales = codec.scales(largest)
+    scales = (largest / 127).astype(BF16).astype(np.float32)
+    scales = np.clip(scales, 2.0**-133, 2.0**121)
     codes = (
         np.clip(np.rint(tokens / scales[..., None]), -127, 127)
         .astype(np.int8)
@@ -157,7 +172,7 @@ def _encode_int8(codec: Int8Codec, numbers: NDArray[np.float32]) -> Records:
     )
 
 
-def _encode_sign1(codec: Sign1Codec, numbers: NDArray[np.float32]) -> Records:
+def _encode_sign1(codec: Codec, numbers: NDArray[np.float32]) -> Records:
     finite = np.asarray(np.isfinite(numbers).all(axis=-1))
     magnitudes = np.where(finite[..., None], np.abs(numbers), 0).astype(np.float64)
     means = np.add.accumulate(magnitudes, axis=-1)[..., -1] / numbers.shape[-1]
@@ -170,7 +185,7 @@ def _encode_sign1(codec: Sign1Codec, numbers: NDArray[np.float32]) -> Records:
     )
 
 
-def _encode_gauss2(codec: Gauss2Codec, numbers: NDArray[np.float32]) -> Records:
+def _encode_gauss2(codec: Codec, numbers: NDArray[np.float32]) -> Records:
     finite = np.asarray(np.isfinite(numbers).all(axis=-1))
     magnitudes = np.where(finite[..., None], np.abs(numbers), 0).astype(np.float64)
     width = numbers.shape[-1]

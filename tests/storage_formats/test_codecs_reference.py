@@ -4,6 +4,9 @@ and value.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -180,3 +183,34 @@ def test_an_offset_is_added_under_every_code_and_scale(name):
         for each in (records, anything, plain):
             expected = reference.decode(entry, each, offset)
             assert same_bits(entry.decode(each, threads=1), expected)
+
+
+FLUSHED = """
+import sys
+import numpy as np
+import torch
+assert torch.set_flush_denormal(True)
+from storage_formats import codec
+from tests.storage_formats.codec_reference import every_code
+
+for name in sys.argv[2:]:
+    records, shape = every_code(name)
+    bits = np.arange(0x10000, dtype=np.uint16).reshape(-1, *shape)
+    saved = {"decoded": codec(name, shape).decode(records).view(np.uint16)}
+    saved["encoded"] = codec(name, shape).encode(bits.view("bfloat16"))
+    np.savez(f"{sys.argv[1]}/{name}", **saved)
+"""
+
+
+def test_flushing_subnormal_numbers_to_zero_changes_no_bits(tmp_path):
+    """The tables of a codec are computed in the process, so they count as well."""
+    command = [sys.executable, "-c", FLUSHED, str(tmp_path), *COMPILED]
+    subprocess.run(command, check=True)
+    for name in COMPILED:
+        records, shape = reference.every_code(name)
+        saved = np.load(tmp_path / f"{name}.npz")
+        entry = codec(name, shape)
+        assert same_bits(saved["decoded"].view(BF16), reference.decode(entry, records))
+        bits = np.arange(0x10000, dtype=np.uint16).reshape(-1, *shape)
+        blocks = bits.view(BF16)
+        assert (saved["encoded"] == reference.encode(entry, blocks)).all(), name

@@ -47,7 +47,7 @@ def test_a_token_is_stored_well_or_refused(
 ) -> None:
     blocks = NUMBERS * np.float32(2.0**exponent)
     root = tmp_path / "i.edje"
-    low, high = codec(precision, SHAPE).token_range
+    low, high = codec(precision, SHAPE).form.token_range
     largest = np.abs(blocks).max(axis=2)
     if largest.min() < low or largest.max() > high:
         assert precision == "nvfp4"
@@ -81,7 +81,7 @@ def test_a_token_of_zeros_is_in_every_range(tmp_path: Path) -> None:
     blocks[1, 1] = 0
     write(tmp_path / "i.edje", blocks, precision="nvfp4")
     assert not TokenStore.open(tmp_path / "i.edje").fetch([1])[0, 1].any()
-    assert codec("nvfp4", SHAPE).token_range[1] == 336
+    assert codec("nvfp4", SHAPE).form.token_range[1] == 336
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
