@@ -207,8 +207,8 @@ class FolderSource(Source):
                     or entry.name.lower().endswith(_METADATA)
                 ):
                     self.ignored.count("(broken link)")
-                    name = display_path(os.path.join(path, entry.name))
-                    self.hidden[name] = "it is a link without a target"
+                    link = display_path(os.path.join(path, entry.name))
+                    self.hidden[link] = "it is a link without a target"
                 elif mode is None or stat.S_ISREG(mode):
                     directory.links.add(entry.name)
                 else:

@@ -258,7 +258,8 @@ class LocalReads:
                 advise(files[shard].fd)
                 self._files.release(files)
             admitted.append(is_admitted)
-        return batch.per_record(admitted) == 1
+        records: NDArray[np.bool_] = batch.per_record(admitted) == 1
+        return records
 
     def close(self) -> None:
         """Close all files, and free idle queues and buffers. A later read opens the

@@ -254,8 +254,10 @@ class IndexWriter:
             row = len(self)
             held = self._held + stop - done
             converted = _as_bf16(blocks[done:stop], row)
-            for each in self._codecs:
-                refuse_outside(each, converted, np.arange(row, row + stop - done))
+            for token_codec in self._codecs:
+                refuse_outside(
+                    token_codec, converted, np.arange(row, row + stop - done)
+                )
             self._blocks[self._held : held] = converted
             self._embeddings[self._held : held] = _as_unit_vectors(
                 embeddings[done:stop], row
