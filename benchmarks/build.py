@@ -141,7 +141,7 @@ def measure(
     if sizes is not None and not Path(model).exists():
         create_untrained_bundle(model, sizes=UntrainedSizes(**sizes))
     if is_free:
-        ImageEncoder.encode = _constants  # type: ignore[method-assign]
+        ImageEncoder.encode = _constants  # type: ignore[method-assign, assignment]
     paths = [*itertools.islice(itertools.cycle(find_photos(Path(photos))), images)]
     with costs() as cost, tempfile.TemporaryDirectory(dir=".") as folder:
         if subject == BARE:
@@ -188,7 +188,9 @@ def build(
     )
     # The first shard of each worker includes its start.
     skipped = workers if len(ends) > workers + 1 else 0
-    stages = {f"{name} s": seconds for name, seconds in result.stage_seconds.items()}
+    stages = {
+        f"{name} s": seconds for name, seconds in (result.stage_seconds or {}).items()
+    }
     return _values(len(photos) - skipped * shard, ends[-1] - ends[skipped]) | stages
 
 

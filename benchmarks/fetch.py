@@ -40,8 +40,8 @@ from benchmarks.peers import (
     subject_versions,
 )
 from benchmarks.report import DEVICE, Report, faster, select
-from pipelines.environment import available_memory
 from storage_formats.arrays import Ints
+from storage_formats.cgroups import available_memory
 from storage_formats.codecs import codec, finest
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.manifest import Manifest

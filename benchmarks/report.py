@@ -191,4 +191,4 @@ def _is_faster(row: Report) -> bool:
 
 
 def _first(row: Report) -> float:
-    return next(iter(row["values"].values()))
+    return float(next(iter(row["values"].values())))

@@ -201,13 +201,13 @@ class ImageEncoder:
         this process continues.
         """
         if self.device.type == "cuda":
-            runtime: Any = torch.cuda.cudart()
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             runtime.cudaHostRegister(pixels.ctypes.data, pixels.nbytes, 0)
 
     def unpin(self, pixels: Array) -> None:
         """Undo `pin`."""
         if self.device.type == "cuda":
-            runtime: Any = torch.cuda.cudart()
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             runtime.cudaHostUnregister(pixels.ctypes.data)
 
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:

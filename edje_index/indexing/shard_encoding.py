@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -151,6 +151,7 @@ def _encode_whole_shard(
         is_remote = any(is_url(ref.path) for ref in refs)
         threads = max(task.decode_threads, REMOTE_THREADS if is_remote else 0)
         preparation = Preparation(task.decoding, encoder.preprocess)
+        prepare: Callable[[Iterable[tuple[int, InputRef]]], list[dict[str, Any]]]
         prepare = functools.partial(preparation.run_all, memory.numpy())
         step = 1
     else:

@@ -59,7 +59,7 @@ def read_queries(path: Path) -> list[str]:
             f"cannot read {path}: {reason}; give a UTF-8 text file"
         ) from error
     queries: list[str] = []
-    for number, value, error in values:
+    for number, value, fault in values:
         query = value
         if isinstance(value, dict):
             query = next((value[name] for name in _MEMBERS if name in value), None)
@@ -68,7 +68,7 @@ def read_queries(path: Path) -> list[str]:
             raise UsageError(
                 f"{path}, line {number}: a query must be a JSON string, or an object"
                 f" with one of the members {', '.join(_MEMBERS)};"
-                f" {error or f'got {value!r:.80}'}"
+                f" {fault or f'got {value!r:.80}'}"
             )
         queries += [text.strip() for text in texts]
     if not queries:

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.codecs.base import BF16, Blocks, Codec, Records
+from storage_formats.codecs.base import Blocks, Codec, Records
 from storage_formats.codecs.formats import FORMATS
+from storage_formats.codecs.minifloat import BF16
 from storage_formats.errors import UsageError
 
 __all__ = [

@@ -261,7 +261,7 @@ _moments_in_any_order = summing(_moments)
 
 
 @inlined
-def _packed(word: int, code_bits: Index) -> Any:
+def _packed(word: Any, code_bits: Index) -> Any:
     """Return the byte with the codes in `word`, which contains one code per byte."""
     if code_bits == ONE:
         # the product has bit i of the result from byte i of the word
@@ -361,13 +361,13 @@ def encoder(form: Format, has_offset: bool) -> Callable[..., None]:
                 elif not is_float:
                     rounded = _largest_magnitude(bits, first, width)
                     if has_offset:
-                        largest = np.uint32(0)
+                        greatest = np.uint32(0)
                         for i in range(width):
                             number = _bf16(bits[first + i]) - offset[at + i]
                             numbers[i] = number
                             magnitude = np.uint32(_bits(number) & np.uint32(0x7FFFFFFF))
-                            largest = max(largest, magnitude)
-                        rounded = _rounded_bf16(np.uint32(largest).view(np.float32))
+                            greatest = max(greatest, magnitude)
+                        rounded = _rounded_bf16(np.uint32(greatest).view(np.float32))
                     scale = scale_codes[rounded]
                     for i in range(width):
                         number = numbers[i] if has_offset else _bf16(bits[first + i])
