@@ -188,7 +188,7 @@ def results_of(
             process.stdout.close()
             code = process.wait()
         errors.seek(0)
-        last = (errors.read().strip() or "no message").splitlines()[-1]
+        last = (errors.read().strip() or "it took too long").splitlines()[-1]
         if code:
             raise EdjeError(f"ended with code {code}: {last}")
 
