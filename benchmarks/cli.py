@@ -21,6 +21,7 @@ from pipelines.cli.options import (
     json_option,
     model_option,
     option,
+    precision_name,
     stored_precisions_option,
 )
 from pipelines.cli.output import note, wants_json
@@ -102,7 +103,7 @@ def make_synthetic_command(out: Path, rows: int, precisions: tuple[str, ...]) ->
 
 @bench.command("fetch")
 @click.argument("index", type=PATH)
-@option("--precision", key="precisions", multiple=True)
+@option("--precision", precision_name, key="precisions", multiple=True)
 @option("--pool", POSITIVE, default=50_000)
 @option("--quick", bool)
 @option("--paper", bool)

@@ -179,16 +179,23 @@ def quantization_report(report: QuantizationReport) -> str:
         *(f"- {note}" for note in notes),
         "",
     ]
-    sizes = [[report.reference, f"{report.reference_bytes_per_image:,}", "0", "yes"]]
+    sizes = [(report.reference, report.reference_bytes_per_image, "0", "yes")]
     rankings = []
     for cost in report.precisions:
         error = "" if cost.relative_error is None else f"{cost.relative_error:.4f}"
         stored = "yes" if cost.stored else "no"
-        sizes.append([cost.name, f"{cost.bytes_per_image:,}", error, stored])
+        sizes.append((cost.name, cost.bytes_per_image, error, stored))
         for score, change in cost.ranking.items():
             loss = "" if change.loss is None else _shown(change.loss)
             rankings.append([cost.name, score, _shown(change.first_kept), loss])
-    lines += table(("precision", "bytes per image", "relative error", "stored"), sizes)
+    names = ("bits per value", "bytes per image", "relative error", "stored")
+    lines += table(
+        ("precision", *names),
+        [
+            [name, f"{8 * size / (m * d):.2f}", f"{size:,}", *others]
+            for name, size, *others in sizes
+        ],
+    )
     if rankings:
         header = ("precision", "ranking by", "first hit kept, %", "R@1 loss, points")
         lines += ["", *table(header, rankings)]

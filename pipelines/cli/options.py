@@ -139,6 +139,13 @@ def option(
     return click.option(*names, type=kind, **settings)
 
 
+def precision_name(name: str) -> str:
+    """Parameter type of a precision: the name as `precisions()` lists it."""
+    from storage_formats.codecs import ALIASES
+
+    return ALIASES.get(name, name)
+
+
 POSITIVE = click.IntRange(min=1)
 index_argument = click.argument("index", type=location)
 local_index_argument = click.argument("index", type=PATH)
@@ -184,6 +191,7 @@ dtype_option = click.option(
 )
 read_precision_option = click.option(
     "--precision",
+    type=precision_name,
     metavar="NAME",
     help="Precision of the tokens to read.  [default: the highest fidelity stored]",
 )
@@ -196,6 +204,7 @@ where_option = click.option(
 stored_precisions_option = click.option(
     "--precision",
     "precisions",
+    type=precision_name,
     metavar="NAME",
     multiple=True,
     default=["bf16"],

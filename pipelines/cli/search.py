@@ -23,6 +23,7 @@ from pipelines.cli.options import (
     local_index_argument,
     model_option,
     option,
+    precision_name,
     quiet_option,
     read_precision_option,
     score_option,
@@ -393,6 +394,7 @@ def explain(
 @model_option
 @option(
     "--precision",
+    precision_name,
     key="precisions",
     multiple=True,
     metavar="NAME",

@@ -122,8 +122,7 @@ class BuildSettings:
         from edje_index.images.decode import DEFAULT_MAX_PIXELS
         from pipelines.sources.base import absolute_spec
 
-        for name in precisions:
-            codec(name)
+        precisions = [codec(name).name for name in precisions]
         batch_size = optional_count(batch_size, "batch_size")
         threads = optional_count(threads, "threads")
         shard_size = optional_count(shard_size, "shard_size")

@@ -142,8 +142,9 @@ def conversion(
     layout = index.layout
     manifest = index.manifest
     spec = manifest.spec
-    for name in (*to, *drop, *filter(None, [source])):
-        codec(name)
+    to = [codec(name).name for name in to]
+    drop = [codec(name).name for name in drop]
+    source = source and codec(source).name
     if both := sorted({*to} & {*drop}):
         raise UsageError(
             f"{', '.join(both)} cannot be both added and dropped; name each"

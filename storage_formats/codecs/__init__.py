@@ -27,6 +27,8 @@ __all__ = [
 ]
 
 DEFAULT_BLOCK_SHAPE = (64, 384)
+ALIASES = {"2bit": "gauss2", "1bit": "sign1"}
+"""Further names of precisions that `codec` and the command line accept."""
 _REMOVED = ("fp16", "mxfp8")
 
 
@@ -58,7 +60,7 @@ def codec(
     decodes records to blocks.
 
     Args:
-        name: one of `precisions()`.
+        name: one of `precisions()`, "2bit" for gauss2, or "1bit" for sign1.
         block_shape: (m, d), tokens per block and values per token.
         offset: offset block, float32 [m, d], which encoding subtracts and decoding
             adds. None for no offset. bf16 ignores the offset.
@@ -84,6 +86,7 @@ def codec(
         >>> fp8.decode(records).shape
         (2, 64, 384)
     """
+    name = ALIASES.get(name, name)
     check_names([name])
     if name not in FORMATS:
         raise UsageError(

@@ -163,7 +163,9 @@ class IndexWriter:
             raise UsageError(f"block_shape must be (m, d), got {shown(shape)}")
         m, d = (as_count(each, "block_shape") for each in shape)
         rows = as_count(shard_size, "shard_size")
-        names = as_list(precisions, "precisions", "names")
+        names = [
+            codec(name).name for name in as_list(precisions, "precisions", "names")
+        ]
         width = as_count(embed_dim, "embed_dim")
         spec = IndexSpec(rows, rows, (m, d), width, tuple(dict.fromkeys(names)))
         if not spec.precisions:

@@ -148,7 +148,7 @@ def test_the_command_prints_writes_and_changes_nothing(synthetic, tmp_path, caps
     before = files(root)
     assert main(["quantize", str(root), "--report", "--quiet"]) == 0
     out = capsys.readouterr().out
-    assert "| precision | bytes per image |" in out
+    assert "| precision | bits per value | bytes per image |" in out
     assert (
         main(
             [
