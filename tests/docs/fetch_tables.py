@@ -24,11 +24,44 @@ def parts(report: str) -> dict[str, str]:
         re.findall(r"^## (.*), GB/s .*\n\n((?:\|.*\n)+)", report, re.MULTILINE)
     )
     return {
+        "words": words(tables["All of bf16"]),
         "precisions": tables["Cold random blocks"].rstrip(),
         "bf16": tables["All of bf16"].rstrip(),
         "disk": "\n".join(line for line in bullets if ": the disk delivers " in line),
         "faster": "\n".join(line for line in bullets if line.startswith("- Faster")),
     }
+
+
+def words(table: str) -> str:
+    """Return the most important rates in a table as a list in Markdown."""
+    header, _, *rows = (
+        [cell.strip(" *") for cell in line.strip("|").split("|")]
+        for line in table.strip().splitlines()
+    )
+
+    def case(name: str) -> tuple[str, list[tuple[float, str]]]:
+        """The rate of edje-index, and its ratio to the rate of each other library."""
+        column = header.index(name)
+        cells = {row[0].split(",")[0]: row[column].split(" (") for row in rows}
+        own, _ = cells.pop("edje-index")
+        del cells["the device"]
+        return own, sorted((float(cell[1][:-1]), each) for each, cell in cells.items())
+
+    def slower(name: str) -> str:
+        own, ((least, nearest), *_, (most, last)) = case(name)
+        others = f"{least:.1f} ({nearest}) to {most:.0f} ({last})"
+        return f"{own} GB/s. The others take {others} times as long."
+
+    queries = "5,000 random blocks, 100 per call"
+    _, warm = case(f"{queries}, warm")
+    faster = [f"{each} by {1 / ratio:.1f}" for ratio, each in warm if ratio < 0.95]
+    lines = [
+        f"**Queries** of 100 random blocks, cold: {slower(f'{queries}, cold')}",
+        "**Bulk**, 5,000 random blocks in one call, cold:"
+        f" {slower('5,000 random blocks in one call, cold')}",
+        f"**Others are faster** in queries from the page cache: {', '.join(faster)}.",
+    ]
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def replaced(page: str, report: str) -> str:
