@@ -7,10 +7,11 @@ argument and the value.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import math
 import os
 import reprlib
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from numbers import Real
 from operator import attrgetter, index
 from pathlib import Path
@@ -55,6 +56,14 @@ def optional_count(value: object, name: str, most: float = math.inf) -> int | No
     UsageError unless it is an integer from 1 to `most`.
     """
     return None if value is None else as_count(value, name, most=most)
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return a hint with the one of `names` that is most similar to the unknown `name`.
+    Return an empty string if none is similar.
+    """
+    similar = difflib.get_close_matches(name, [*names], 1, cutoff=0.7)
+    return f" (did you mean {similar[0]}?)" if similar else ""
 
 
 def as_text(value: object, name: str) -> str:

@@ -441,7 +441,8 @@ class TokenStore:
             held = ", ".join(spec.precisions)
             raise UsageError(
                 f"the index does not have precision '{self.precision}'; choose one of:"
-                f" {held}"
+                f" {held}",
+                remedy="precision",
             )
         token_codec = open_codec(index, self.precision)
         size = token_codec.record_bytes

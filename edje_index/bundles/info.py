@@ -402,7 +402,9 @@ def matching_bundle(
         raise ModelError(
             f"the bundle {path} did not build {index.root}, because the encoder"
             f" fingerprint of the bundle is {info.encoder_fingerprint} instead of"
-            f" {built_by}: give the bundle that built the index"
+            f" {built_by}: give the bundle that built the index, or build a new index"
+            " with this bundle",
+            remedy="rebuild",
         )
     return info
 

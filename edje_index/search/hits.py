@@ -227,11 +227,12 @@ class Hits(list[Hit]):
             for hit in self[:_SHOWN]
         ]
         lines = [
-            f"{rank:>4} {value:9.3f} {hit.row_id:>9}  {hit.uri}"
+            f"{rank:>4} {value:9.3f} {hit.row_id:>9}  {hit.uri}  {hit.described()}"
             for rank, (value, hit) in enumerate(rated, 1)
         ]
         more = [f"and {len(self) - _SHOWN} more"] if len(self) > _SHOWN else []
-        return "\n".join([f"{len(self)} hits in {self.root}", *lines, *more])
+        lines = [f"{len(self)} hits in {self.root}", *map(str.rstrip, lines), *more]
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         from jinja2 import Template

@@ -21,9 +21,10 @@ from lark import Lark, Token
 from lark.exceptions import UnexpectedInput, UnexpectedToken, VisitError
 from lark.visitors import Transformer_NonRecursive, v_args
 
+from storage_formats.arguments import did_you_mean
 from storage_formats.arrays import Bools
 from storage_formats.errors import UsageError
-from storage_formats.format.rows import type_name
+from storage_formats.format.rows import standard_last, type_name
 from storage_formats.format.source_columns import python_value
 
 MAX_CHARACTERS = 4096
@@ -245,7 +246,7 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
             str(name),
             "; write 'is null'"
             if name.lower() == "null"
-            else f" (if it is a text, write '{name}' in quotes)",
+            else f"; if it is a text, write '{name}' in quotes",
         )
 
     def quoted_column(self, name: Token) -> pa.Field:
@@ -255,10 +256,15 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
 
     def _column(self, name: str, hint: str) -> pa.Field:
         if name not in self._schema.names:
+            names = self._schema.names
             columns = ", ".join(
-                f"{field.name} ({type_name(field.type)})" for field in self._schema
+                f"{each} ({type_name(self._schema.field(each).type)})"
+                for each in standard_last(names)
             )
-            raise _error(f"there is no column {name}{hint}; the columns are {columns}")
+            raise _error(
+                f"there is no column {name}{did_you_mean(name, names)}{hint}; the"
+                f" columns are {columns}"
+            )
         self.columns.add(name)
         return self._schema.field(name)
 

@@ -24,6 +24,7 @@ from pipelines.cli.options import (
     location,
     model_option,
     option,
+    precision_name,
     quiet_option,
     where_option,
 )
@@ -122,11 +123,13 @@ def row_or_filter(text: str) -> int | str:
     required=True,
     metavar="COLUMN=VALUE",
 )
+@option("--new-column", bool)
 @json_option
 def edit(
     index: IndexLocation,
     rows: tuple[int | str, ...],
     settings: tuple[str, ...],
+    new_column: bool,
 ) -> None:
     """Set columns of rows of INDEX, such as captions, titles or licences.
 
@@ -146,6 +149,7 @@ def edit(
             repeatable.
         --set: New value of a column; repeatable. COLUMN= removes the value. A repeated
             COLUMN gets a list of texts.
+        --new-column: Add COLUMN even if its name is similar to that of a column.
     """
     from pipelines.jobs.snapshots import set_columns
     from storage_formats.format.source_columns import PlainText
@@ -169,13 +173,23 @@ def edit(
     row_ids = [row for row in rows if isinstance(row, int)]
     filters = [f"({row})" for row in rows if isinstance(row, str)]
     where = " or ".join(filters) or None
-    result = run_job(set_columns, index, row_ids, columns, resume=index, where=where)
+    result = run_job(
+        set_columns,
+        index,
+        row_ids,
+        columns,
+        resume=index,
+        where=where,
+        similar_names=new_column,
+    )
     names = ", ".join(result.columns)
     line = f"{index}: {counted(result.values, 'value')} of {names} set"
     if not result.values:
         line = f"{index}: no row has other values; nothing to do"
     elif result.rows > 1:
         line += f" in {counted(result.rows, 'row')}"
+    if result.new_columns:
+        line += f"; new column: {', '.join(result.new_columns)}"
     print_result(result, line)
 
 
@@ -641,16 +655,19 @@ def build_ann(
 @index_argument
 @option(
     "--to",
+    precision_name,
     multiple=True,
     metavar="NAME",
 )
 @option(
     "--drop",
+    precision_name,
     multiple=True,
     metavar="NAME",
 )
 @option(
     "--from",
+    precision_name,
     key="source",
     metavar="NAME",
 )

@@ -44,6 +44,9 @@ _REMEDIES = {
         " get NAME:TAG --out DIR' an open_clip model"
     ),
     "model": " with --model",
+    "rebuild": ": 'edje-index build PHOTOS --out NEW --model MODEL'",
+    "precision": "; 'edje-index quantize INDEX --to NAME' adds a precision",
+    "new-column": "; to add the column, give --new-column",
     "inline": "; '--engine inline' works without Ray",
     "demo": (
         "; the demo model needs no Hub: 'edje-index show FOLDER', or 'edje-index model"

@@ -23,7 +23,7 @@ from pipelines.progress.events import (
     ignore,
     never,
 )
-from storage_formats.arguments import as_list, optional_count
+from storage_formats.arguments import as_list, did_you_mean, optional_count
 from storage_formats.atomic import Json
 from storage_formats.change import Removal, collect_garbage, unfinished_journal
 from storage_formats.errors import RowIdError, UsageError
@@ -33,6 +33,7 @@ from storage_formats.format.remote import open_index
 from storage_formats.format.row_map import translate_row_ids
 from storage_formats.format.rows import ROW_SCHEMA, iter_rows, read_index_rows
 from storage_formats.format.source_columns import (
+    CAPTION_COLUMNS,
     MAX_COLUMNS,
     MAX_ROW_BYTES,
     CountedColumns,
@@ -322,12 +323,14 @@ class EditResult:
         values: number of values that changed.
         columns: names of the columns with values that changed, sorted.
         snapshot: number of the current snapshot.
+        new_columns: names of the columns that the index did not have before, sorted.
     """
 
     rows: int
     values: int
     columns: tuple[str, ...]
     snapshot: int
+    new_columns: tuple[str, ...]
 
 
 def set_columns(
@@ -336,6 +339,7 @@ def set_columns(
     columns: pa.Table | Mapping[str, Sequence[Any]],
     *,
     where: str | None = None,
+    similar_names: bool = True,
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
 ) -> EditResult:
@@ -354,11 +358,13 @@ def set_columns(
         where: filter such as "licence is null", see `edje_index.search.where`. The
             values are also set in all rows that pass the filter. With a filter, give
             one value per column.
+        similar_names: False refuses to add a column whose name is similar to that of
+            another column, which may be a typing error.
 
     Raises:
         UsageError: there is no index at `index`, no row or no column is given, a column
-            cannot be set, a value does not have the type of its column, or the number
-            of values is not the number of rows.
+            cannot be set or added, a value does not have the type of its column, or the
+            number of values is not the number of rows.
         RowIdError: a row does not exist, or was deleted.
         UnfinishedChangeError: another change was stopped.
         EdjeError: another process is changing the index.
@@ -376,6 +382,16 @@ def set_columns(
     with begin(index, "edit") as change:
         opened = change.index
         ids = check_row_ids(row_ids, opened.spec.rows)
+        stored = [each.name for each in opened.manifest.columns]
+        added = () if similar_names else columns.keys() - {*CAPTION_COLUMNS, *stored}
+        for name in added:
+            hint = did_you_mean(name, stored) or did_you_mean(name, CAPTION_COLUMNS)
+            if hint:
+                raise UsageError(
+                    f"the index has no column {name}{hint}",
+                    parameter="columns",
+                    remedy="new-column",
+                )
         if not columns or (where is None and not len(ids)):
             raise UsageError(
                 "nothing is set; select at least one row, and give at least one value",
@@ -402,11 +418,17 @@ def set_columns(
                 )
         of_values = lines.filter(pc.invert(pc.starts_with(lines["column"], GIVEN)))
         rows = len(of_values["row_id"].unique())
-        names = sorted({*of_values["column"].to_pylist()})
-        details = {"rows": rows, "columns": names}
+        changed = sorted({*of_values["column"].to_pylist()})
+        details = {"rows": rows, "columns": changed}
         edit = Edit(opened.spec, details, columns=after, edits=lines)
         manifest = apply(change, edit, on_event, should_stop).manifest
-    return EditResult(rows, len(of_values), tuple(names), manifest.snapshot.number)
+    return EditResult(
+        rows,
+        len(of_values),
+        tuple(changed),
+        manifest.snapshot.number,
+        tuple(name for name in changed if name not in types),
+    )
 
 
 def _checked(row_ids: list[int], columns: Mapping[str, Sequence[Any]]) -> NewValues:

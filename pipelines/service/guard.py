@@ -31,7 +31,6 @@ OPEN_PATHS = frozenset(
     {
         "/",
         "/docs",
-        "/docs/",
         "/healthz",
         *(f"/{path.name}" for path in STATIC.iterdir()),
     }

@@ -42,6 +42,7 @@ from edje_index.search.hits import rank_hits
 from edje_index.search.query import encode_images, requested_rows
 from pipelines.service.batching import Batcher, Timing
 from pipelines.service.guard import CODES, Limits, Metrics
+from storage_formats.arguments import did_you_mean
 from storage_formats.atomic import Json
 from storage_formats.errors import RowIdError, UsageError
 from storage_formats.format.rows import read_index_rows, type_name
@@ -75,6 +76,18 @@ class _Request(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, use_attribute_docstrings=True
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_members(cls, body: Any) -> Any:
+        if isinstance(body, dict) and cls.model_config["extra"] == "forbid":
+            names = cls.model_fields
+            for name in body.keys() - names:
+                raise ValueError(
+                    f"there is no member {name[:99]}{did_you_mean(name[:99], names)};"
+                    f" choose from: {', '.join(names)}"
+                )
+        return body
 
 
 class _Search(_Request):

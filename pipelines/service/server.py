@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.staticfiles import StaticFiles
@@ -177,7 +178,7 @@ def run_service(
         watch.cancel()
 
     # The documentation pages of FastAPI load scripts from a CDN, so they are off;
-    # static/docs shows /openapi.json.
+    # static/docs.html shows /openapi.json.
     app = FastAPI(
         title="edje-index",
         version=__version__,
@@ -186,6 +187,9 @@ def run_service(
         redoc_url=None,
     )
     app.include_router(router)
+    app.add_route(
+        "/docs", lambda _: FileResponse(STATIC / "docs.html"), include_in_schema=False
+    )
     # Static files answer the paths that have no route. They are not mounted: if a
     # request uses a wrong method for a route, a mount would answer it with status 404
     # instead of 405.

@@ -36,6 +36,7 @@ from storage_formats.remote.files import (
     remote_version,
     require_libraries,
 )
+from storage_formats.remote.objects import ObjectStoreError
 from storage_formats.remote.urls import WEB_SCHEMES, has_credentials, is_url, scheme_of
 
 STANDARD_INPUT = "-"
@@ -210,6 +211,9 @@ def unreadable(
     `error`. `advice` names what the user can check.
     """
     reason = getattr(error, "strerror", None) or error
+    # The message of an object store says itself what to do.
+    if isinstance(error.__cause__, ObjectStoreError):
+        return SourceError(f"cannot read {what}: {reason}")
     return SourceError(f"cannot read {what}: {reason}; check {advice}")
 
 

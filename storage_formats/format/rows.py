@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from storage_formats.arguments import as_list
+from storage_formats.arguments import as_list, did_you_mean
 from storage_formats.atomic import naming
 from storage_formats.errors import UsageError, cannot_read
 from storage_formats.format.committed_files import CommittedFiles
@@ -303,10 +303,17 @@ def check_names(columns: Iterable[str], names: Sequence[str]) -> None:
     """
     columns = as_list(columns, "columns", "names")
     if unknown := sorted({*map(str, columns)} - {*names}):
+        hint = did_you_mean(unknown[0], names)
         raise UsageError(
-            f"the rows have no column {unknown[0]}; choose from: {', '.join(names)}",
+            f"the rows have no column {unknown[0]}{hint}; choose from:"
+            f" {', '.join(standard_last(names))}",
             parameter="columns",
         )
+
+
+def standard_last(names: Iterable[str]) -> list[str]:
+    """Return the column names `names`, with those that every index has at the end."""
+    return sorted(names, key=ROW_SCHEMA.names.__contains__)
 
 
 def iter_rows(

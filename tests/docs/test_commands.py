@@ -49,6 +49,8 @@ NOT_RUN = {
     "train more.jsonl": (
         "tests/pipelines train tiny models; the commands of the guides take hours"
     ),
+    "build photos --out tuned.edje": "its model is trained for hours",
+    "search tuned.edje": "its model is trained for hours",
     "build photos --out siglip2.edje": "its model comes from a model hub",
     "eval siglip2.edje": "its model comes from a model hub",
     "ann build photos.edje --ann IVF4096,PQ96x4fs": (

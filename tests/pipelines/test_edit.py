@@ -276,6 +276,10 @@ def test_the_command_sets_texts_numbers_and_lists(index, run):
     assert "1 value of stars set" in out
     assert column(index, "stars") == {35: 4, 36: 4}
     assert "nothing to do" in run("edit", index, "--rows", 3, "--set", "stars=")[1]
+    edit_titles = ("edit", index, "--rows", 3, "--set", "titles=x")
+    assert run(*edit_titles)[0] == 2
+    out = run(*edit_titles, "--new-column")[1]
+    assert "1 value of titles set; new column: titles" in out
     code, _, error = run("edit", index, "--rows", 3, "--set", "title")
     assert (code, "COLUMN=VALUE" in error) == (2, True)
 

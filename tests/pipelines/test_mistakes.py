@@ -48,6 +48,9 @@ MISTAKES = [
     ("serch photos.edje x", 2, "No such command", "Did you mean 'search'"),
     ("edit photos.edje --rows 1 --set title", 2, "sets nothing", "COLUMN=VALUE"),
     ("edit photos.edje --rows 1 --set uri=x", 2, "column uri", "set another column"),
+    ("edit photos.edje --rows 1 --set captionz=x", 2, "mean caption?", "--new-column"),
+    ("delete photos.edje --where 'widht = 3'", 2, "mean width?", "columns are row_id"),
+    ("quantize photos.edje --from 2bit --to fp8", 2, "'gauss2'", "convert from one"),
     ("rollback photos.edje 7", 2, "no snapshot 7", "choose one of: 0"),
     ("copy photos.edje photos.edje", 2, "exists already", "another directory"),
 ]

@@ -103,6 +103,9 @@ def test_a_directory_and_a_pattern(uploaded: Path) -> None:
     ):
         with pytest.raises(UsageError, match=problem):
             open_sources([f"s3://{BUCKET}/{spec}"])
+    with pytest.raises(UsageError, match="a request for") as refused:
+        open_sources(["s3://another-bucket/photos"])
+    assert str(refused.value).count("check the URL") == 1
 
 
 def test_an_object_that_changes_between_requests_is_never_mixed(uploaded: Path) -> None:

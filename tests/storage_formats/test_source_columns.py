@@ -202,7 +202,7 @@ def test_an_unknown_column_is_refused_with_the_names(tmp_path):
     for row_ids in (None, [], [1]):
         with pytest.raises(
             UsageError,
-            match=r"no column licence2; choose from: row_id, .*exif\.make, id, licence",
+            match=r"licence2 \(did you mean licence\?\); .*, taken, row_id",
         ):
             read_rows(tmp_path / "i", row_ids, ["licence2"])
 

@@ -7,6 +7,11 @@ function element(name, ...content) {
   return node;
 }
 
+// Shows text in backticks as code.
+function prose(text) {
+  return text.split("`").map((part, number) => (number % 2 ? element("code", part) : part));
+}
+
 function typeOf(schema, schemas) {
   if (schema.$ref) return typeOf(schemas[schema.$ref.split("/").pop()], schemas);
   const kinds = schema.anyOf ?? schema.oneOf;
@@ -17,7 +22,7 @@ function typeOf(schema, schemas) {
 }
 
 function table(label, rows) {
-  const cells = (name, texts) => element("tr", ...texts.map((text) => element(name, text)));
+  const cells = (name, texts) => element("tr", ...texts.map((text) => element(name, ...prose(text))));
   const head = cells("th", ["name", "type", "default", "description"]);
   const box = element("div", element("table", element("caption", label), head, ...rows.map((row) => cells("td", row))));
   box.className = "scroll";
@@ -31,7 +36,7 @@ function describe(name, schema, isRequired, description, schemas) {
 }
 
 function route(path, method, operation, schemas) {
-  const section = element("section", element("h2", `${method.toUpperCase()} ${path}`), element("p", operation.description ?? operation.summary ?? ""));
+  const section = element("section", element("h2", `${method.toUpperCase()} ${path}`), element("p", ...prose(operation.description ?? operation.summary ?? "")));
   const parameters = (operation.parameters ?? []).map((each) => describe(each.name, each.schema, each.required, each.description, schemas));
   if (parameters.length) section.append(table("Parameters", parameters));
   const body = operation.requestBody?.content["application/json"].schema;
@@ -40,7 +45,7 @@ function route(path, method, operation, schemas) {
     const members = Object.entries(schema.properties).map(([name, member]) =>
       describe(name, member, schema.required?.includes(name), member.description, schemas),
     );
-    section.append(element("p", schema.description ?? ""), table(`JSON body: ${schema.title}`, members));
+    section.append(element("p", ...prose(schema.description ?? "")), table(`JSON body: ${schema.title}`, members));
   }
   return section;
 }

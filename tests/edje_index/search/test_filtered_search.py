@@ -145,7 +145,7 @@ def test_hits_pass_the_filter(photos):
     }
     for search in (index.search, index.search_image):
         with pytest.raises(
-            UsageError, match=r"there is no column licence .*; the columns are row_id"
+            UsageError, match=r"no column licence; .*; the columns are row_id"
         ):
             search("a dog", where="licence = 'cc0'")
 

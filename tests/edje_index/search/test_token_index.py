@@ -472,6 +472,8 @@ def test_hits_as_a_table_and_as_text(index):
         str(hits[0].row_id),
         hits[0].uri,
     ]
+    line = repr(Hits([replace(hits[0], columns={"captions": ["a canoe"]})], "photos"))
+    assert line.endswith(f"{hits[0].uri}  a canoe")
 
 
 def test_hits_bring_the_uri_as_a_column(index):

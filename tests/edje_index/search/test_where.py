@@ -259,8 +259,8 @@ def test_times_finer_than_a_microsecond_match_no_shorter_time():
         (
             "widht > 3",
             (
-                r"there is no column widht \(if it is a text, write 'widht' in"
-                r" quotes\); the columns are width \(int32\), n \(int64\), .*list"
+                r"no column widht \(did you mean width\?\); if it is a text, write"
+                r" 'widht' in quotes; the columns are n \(int64\), .*width \(int32\)"
             ),
         ),
         (

@@ -268,7 +268,7 @@ def test_what_cannot_be_explained_is_refused(case, run, tmp_path):
         (["99"], "has no tokens; choose a row"),
         (["--split", "x"], "--images, --split and --against need --captions"),
         (["--precision", "fp8"], "fp8"),
-        (["--model", case / "other"], "did not build"),
+        (["--model", case / "other"], "with this bundle: 'edje-index build PHOTOS"),
     ):
         code, _, err = run(
             "explain",

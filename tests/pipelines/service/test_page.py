@@ -487,7 +487,8 @@ def test_the_key_is_asked_first_and_the_query_kept(browser, index, tmp_path):
             page.click("#download")
         assert Path(download.value.path()).read_bytes()[:3] == b"\xff\xd8\xff"
         page.goto(f"{service.url}/docs")
-        page.wait_for_selector("#routes section")
+        page.wait_for_selector("#routes section code")
+        assert "`" not in page.inner_text("#routes")
         page.close()
 
 
