@@ -232,13 +232,17 @@ class Codec:
         records = np.empty((len(blocks), self.record_bytes), dtype=np.uint8)
 
         def encode(start: int, stop: int) -> None:
-            # All parts use one buffer, because new memory would cost a page fault per
-            # 4 KiB.
-            buffer = np.empty((_OFFSET_BLOCKS, m, d), dtype=BF16)
-            for first in range(start, stop, _OFFSET_BLOCKS):
-                part = blocks[first : min(first + _OFFSET_BLOCKS, stop)]
+            step = max(1, stop - start)
+            buffer = None
+            if self.offset is not None and not has_integers:
+                # All parts use one buffer, because new memory would cost a page fault
+                # per 4 KiB.
+                step = _OFFSET_BLOCKS
+                buffer = np.empty((step, m, d), dtype=BF16)
+            for first in range(start, stop, step):
+                part = blocks[first : min(first + step, stop)]
                 target = records[first : first + len(part)].reshape(-1)
-                if not has_integers:
+                if buffer is not None:
                     part = self.residuals(part, buffer)
                 bits = part.view(np.uint16).reshape(-1)
                 kernel(bits, self._added, target, (m * d, d), (0, len(part)))
