@@ -77,6 +77,10 @@ class UsageError(EdjeError):
     exit_code = 2
 
 
+class RemovedPrecisionError(UsageError):
+    """The index has a precision that this version of edje-index does not read."""
+
+
 class RowIdError(UsageError, IndexError):
     """A row id is out of range or belongs to no input. This error is also an
     `IndexError`.

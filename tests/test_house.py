@@ -36,6 +36,7 @@ HOMES = {
     "langchain_core": ["edje_index/integrations/langchain.py"],
     "llama_index": ["edje_index/integrations/llama_index.py"],
     "pydantic": [
+        "edje_index/integrations",
         "edje_index/training/config.py",
         "pipelines/jobs/training",
         "pipelines/service",

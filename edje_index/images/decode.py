@@ -575,10 +575,12 @@ def _handle_tiff_errors() -> Any:
     """
     set_handler = ctypes.CDLL(sys.modules["PIL._imaging"].__file__).TIFFSetErrorHandler
     set_handler.restype = ctypes.c_void_p
-    pass_on = _TiffHandler(set_handler(None))
+    # None if another library has removed the handler
+    earlier = set_handler(None)
+    pass_on = _TiffHandler(earlier) if earlier else None
 
     def handle(*error: Any) -> None:
-        if not _this_thread.is_quiet:
+        if pass_on is not None and not _this_thread.is_quiet:
             pass_on(*error)
 
     handler = _TiffHandler(handle)

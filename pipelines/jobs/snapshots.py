@@ -105,7 +105,8 @@ def delete_rows(
             earlier snapshots are removed. Call the function again to finish an
             interrupted erasure; `rows` and `where` may then be left out.
         dry_run: True to return the result without changing the index.
-        on_event, should_stop: as in `build_index`.
+        on_event: as in `build_index`.
+        should_stop: as in `build_index`.
 
     Raises:
         UsageError: there is no index at `index`, `where` is invalid, or `rows` and

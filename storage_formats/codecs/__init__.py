@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from storage_formats.codecs.base import Blocks, Codec, Records
 from storage_formats.codecs.formats import FORMATS
 from storage_formats.codecs.minifloat import BF16
-from storage_formats.errors import UsageError
+from storage_formats.errors import RemovedPrecisionError, UsageError
 
 __all__ = [
     "BF16",
@@ -96,10 +96,10 @@ def codec(
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise UsageError if a later version removed one of the precisions `names`."""
+    """Raise RemovedPrecisionError if a later version removed one of `names`."""
     for name in names:
         if name in _REMOVED:
-            raise UsageError(
+            raise RemovedPrecisionError(
                 f"the precision '{name}' was removed; edje-index 0.1.0 is the last"
                 " version that reads it: convert the index to bf16 or fp8 with that"
                 " version, and drop the precision"

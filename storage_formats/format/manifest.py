@@ -18,6 +18,7 @@ from storage_formats.codecs import check_names, codec
 from storage_formats.errors import (
     CorruptIndexError,
     IncompleteIndexError,
+    RemovedPrecisionError,
     UsageError,
     cannot_read,
 )
@@ -618,6 +619,8 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
     try:
         members: _Members = read_json(_Members, value, "index.json")
         manifest = _manifest(members)
+    except RemovedPrecisionError:
+        raise
     except (AttributeError, KeyError, TypeError, ValueError, UsageError) as error:
         # `IndexSpec` raises UsageError.
         raise CorruptIndexError(

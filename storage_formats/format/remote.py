@@ -91,8 +91,13 @@ def reopen_index(index: CommittedIndex) -> CommittedIndex:
     current = open_index(index.location)
     before = index.manifest
     after = current.manifest
+
     # No change of an index changes these values.
-    if (before.plan, before.spec.shard_size) != (after.plan, after.spec.shard_size):
+    def identity(manifest: Manifest) -> tuple[object, ...]:
+        model = (manifest.model or {}).get("fingerprint")
+        return manifest.plan, manifest.spec.shard_size, model
+
+    if identity(before) != identity(after):
         raise UsageError(
             f"the index at {index.location} was replaced by another index; open the"
             " index again"

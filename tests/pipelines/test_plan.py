@@ -33,7 +33,7 @@ from pipelines.jobs.resources import (
     workers_memory,
 )
 from pipelines.progress.events import JobStopped
-from storage_formats import cgroups
+from storage_formats.cgroups import available_memory
 from storage_formats.change import read_journal
 from storage_formats.errors import UsageError
 from storage_formats.format.json_values import read_json
@@ -397,10 +397,10 @@ def test_the_limits_of_all_cgroups_bound_the_memory(
     for cgroup, (names, *values) in cgroups.items():
         write_files(mount / cgroup, dict(zip(names, values, strict=True)))
     if expected is None:
-        available = cgroups.available_memory(tmp_path)
+        available = available_memory(tmp_path)
         assert 10**6 < available <= psutil.virtual_memory().total
     else:
-        assert cgroups.available_memory(tmp_path) == expected
+        assert available_memory(tmp_path) == expected
 
 
 @pytest.mark.parametrize(("names", "prefix"), [(V1, "total_"), (V2, "")])
@@ -416,4 +416,4 @@ def test_the_cache_of_files_is_given_up_when_memory_is_short(tmp_path, names, pr
             f"\n{prefix}inactive_file 200\n{prefix}active_file 50",
         },
     )
-    assert cgroups.available_memory(tmp_path) == 3_250
+    assert available_memory(tmp_path) == 3_250

@@ -83,7 +83,10 @@ def test_random_damages_are_found_and_give_no_wrong_row(tmp_path, damages):
     delete_rows(sound, rows=[1])
     compact_index(sound, only_shards_with_deleted=True)
     right = read(sound)
-    files = sorted(path for path in sound.rglob("*") if path.is_file())
+    # the lock has no content
+    files = sorted(
+        path for path in sound.rglob("*") if path.is_file() and path.name != "lock"
+    )
     rng = random.Random(0)
     assert not any(isinstance(each, Exception) for each in right)
     refused = 0

@@ -40,7 +40,7 @@ def test_it_reads_at_most_ahead_batches_in_advance(built):
     results.close()
     assert len(taken) == 3
     assert not threads()
-    with pytest.raises(UsageError, match="ahead must be at least 1"):
+    with pytest.raises(UsageError, match="ahead must be an integer of at least 1"):
         next(TokenStore.open(built[0]).iter_fetch([[1]], ahead=0))
 
 

@@ -50,7 +50,7 @@ def test_another_model_needs_a_restart(changing):
     replace(manifest, model={**manifest.model, "fingerprint": "0" * 64}).write(
         Layout(changing)
     )
-    with pytest.raises(UsageError, match="with another model"):
+    with pytest.raises(UsageError, match="was replaced by another index"):
         index.at_current_snapshot()
     assert rows_of(index)
 
