@@ -150,7 +150,7 @@ def test_a_sample_has_the_requested_number_of_different_shards_of_the_segments(s
 
 @pytest.mark.parametrize("sample", [0, -1, -0.5, math.nan, math.inf])
 def test_a_sample_that_is_not_positive_is_refused(sound, sample):
-    with pytest.raises(UsageError, match="sample must be a number"):
+    with pytest.raises(UsageError, match="sample must be"):
         verify_index(sound, sample=sample)
 
 
