@@ -181,8 +181,11 @@ class LocalReads:
         if destination.always_checks:
             is_checked[:] = False
         for checks in (True, False):
-            rows = np.flatnonzero(is_checked != checks)
-            if len(rows):
+            is_chosen = is_checked != checks
+            if is_chosen.all():
+                destination.take(memory, offsets, part, checks=checks)
+            elif is_chosen.any():
+                rows = np.flatnonzero(is_chosen)
                 destination.take(
                     memory, offsets[rows], part.start + rows, checks=checks
                 )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 
 import numpy as np
 import pytest
 
 from storage_formats import TokenStore, UsageError
+from storage_formats.atomic import fsync_path
 from storage_formats.format.layout import Layout
 from storage_formats.reading import engines, files, local_reads
 from storage_formats.reading.batch import Batch
@@ -42,6 +44,16 @@ def test_file_systems_without_direct_io_are_read_through_the_cache(built, monkey
         for _ in range(2):
             evict(built[0])
             assert same_bits(store.fetch(range(SPEC.rows)), built[1])
+
+
+@pytest.fixture
+def built(built, tmp_path):
+    """A copy that no other test has mapped: mapped pages stay in the page cache."""
+    root = tmp_path / "index"
+    shutil.copytree(built[0], root)
+    for path in Layout(root).token_array("bf16").glob("c.*"):
+        fsync_path(path)
+    return root, built[1]
 
 
 def chosen(store, row_ids):
