@@ -264,6 +264,8 @@ def iter_ranges(
 
 
 _caches: weakref.WeakSet[ShardFiles] = weakref.WeakSet()
+# Another thread may not add a cache while this one lists them.
+_listing = fork_safe_lock()
 
 
 def open_files() -> int:
@@ -311,8 +313,10 @@ class ShardFiles:
         # Closes the files when this object is freed. At the exit of the process, the
         # kernel closes them.
         weakref.finalize(self, _close_all, self._open).atexit = False
-        _caches.add(self)
-        for cache in list(_caches):
+        with _listing:
+            _caches.add(self)
+            caches = list(_caches)
+        for cache in caches:
             cache.release({})
 
     def acquire(self, shards: Iterable[int]) -> dict[int, ShardFile]:
