@@ -3,7 +3,8 @@ leave receipts, and ends with one commit (SPEC.md section 11).
 
 A change writes new files under names that no committed snapshot uses, and then replaces
 `index.json`. Only a conversion may write files again that a snapshot names, with the
-same bytes. Until the end, readers see the index as it was before the change.
+same bytes, and only an erasure replaces such files by others. Until the end, readers
+see the index as it was before the change.
 `build/journal.json` describes the change that is under way. If a change is stopped, a
 later change of the same kind and request resumes it. If the stopped change has a plan
 or finished shards, any other change is refused until it is finished or discarded.
@@ -204,17 +205,21 @@ class Change:
         return (earlier.kind, earlier.request) == (wanted.kind, wanted.request)
 
     def receipts(
-        self, shards: Iterable[int], fingerprint: str
+        self, shards: Iterable[int], fingerprint: str, written: Layout | None = None
     ) -> dict[int, ShardReceipt]:
         """Return the receipts of those of `shards` that earlier runs finished, keyed by
         shard number. Receipts whose `plan` differs from `fingerprint`, the fingerprint
         of the tasks of this change, are left out.
 
         The private files of crashed workers are removed, unless the change is dry.
+
+        Args:
+            written: layout that the tasks write to; None for that of the index.
         """
+        written = written or self.layout
         if not self.is_dry:
-            clear_staging(self.layout.root)
-        return read_receipts(self.layout, shards, fingerprint)
+            clear_staging(written.root)
+        return read_receipts(written, shards, fingerprint)
 
     def abandon(self) -> None:
         """Make the end of this change remove its files even if a later run could use
@@ -351,7 +356,13 @@ class IndexChange(Change):
         super().__init__(index.layout, kind, request, is_dry=is_dry)
         self.index = index
 
-    def new_snapshot(self, manifest: Manifest, details: Mapping[str, Any]) -> Manifest:
+    def new_snapshot(
+        self,
+        manifest: Manifest,
+        details: Mapping[str, Any],
+        *,
+        is_only: bool = False,
+    ) -> Manifest:
         """Return `manifest` as the next snapshot of the index. If the index would then
         keep more than `MOST_SNAPSHOTS` snapshots, the returned manifest keeps only the
         newest `LEAST_SNAPSHOTS`.
@@ -361,6 +372,7 @@ class IndexChange(Change):
                 `snapshot` and `created_by` only.
             details: members of `change` in `index.json`, apart from `kind` and
                 `created`, which are added here.
+            is_only: True to keep no earlier snapshot.
         """
         current = self.index.manifest
         number = current.snapshot.number
@@ -368,6 +380,8 @@ class IndexChange(Change):
         if len(numbers) >= MOST_SNAPSHOTS:
             # Keep LEAST_SNAPSHOTS - 1 earlier snapshots, and the new one.
             numbers = numbers[1 - LEAST_SNAPSHOTS :]
+        if is_only:
+            numbers = [number + 1]
         snapshot = replace(
             manifest.snapshot,
             number=number + 1,
@@ -391,8 +405,9 @@ class IndexChange(Change):
         3. If `manifest` is a new snapshot, copy the current `index.json` to
            `snapshots/`.
         4. Replace `index.json`.
-        5. If the arrays shrink, write the `zarr.json` files.
-        6. If a snapshot was dropped or replaced, remove the files that no kept
+        5. If the change is an erasure, move the new files of its shards into place.
+        6. If the arrays shrink, write the `zarr.json` files.
+        7. If a snapshot was dropped or replaced, remove the files that no kept
            snapshot names.
 
         After a crash, a reader sees the index from before or after the change.
@@ -416,6 +431,7 @@ class IndexChange(Change):
             kept = layout.snapshot(current.snapshot.number)
             write_bytes_atomic(kept, read_index_file(layout.root, layout.manifest))
         manifest.write(layout)
+        _replace_shards(layout)
         # This call writes a shape only if it still differs, which is so for arrays that
         # shrink. They shrink after the commit, because a reader of the old manifest may
         # still read rows that the new manifest does not have.
@@ -642,10 +658,11 @@ def finish_committed(root: str | Path) -> None:
     nothing if the index cannot be written or another process is changing it.
     """
     layout = Layout(Path(root).absolute())
-    if layout.journal.exists():
-        # Readers do not need the remaining steps, so errors are ignored.
-        with contextlib.suppress(OSError, EdjeError), locked(root):
-            _recover(layout)
+    # A reader may lack the permission to write, so errors are ignored.
+    with contextlib.suppress(OSError, EdjeError):
+        if layout.journal.exists() and unfinished_journal(root) is None:
+            with locked(root):
+                _recover(layout)
 
 
 def _recover(layout: Layout) -> Journal | None:
@@ -663,11 +680,29 @@ def _recover(layout: Layout) -> Journal | None:
     # The files of the former manifest may be removed only after the new manifest is
     # durable.
     fsync_path(layout.root)
+    _replace_shards(layout)
     # Files are removed first, because the disk may be full.
     _remove_garbage(layout, shards=True)
     write_array_shapes(layout, Manifest.load(layout.root).spec)
     remove_build(layout)
     return None
+
+
+def _replace_shards(layout: Layout) -> None:
+    """Move the files in `build/erased/` to the same paths in the index. Call this only
+    after the commit of the erasure that wrote them.
+    """
+    if not layout.erased.exists():
+        return
+    # It says when the files that are replaced were checked.
+    layout.verified.unlink(missing_ok=True)
+    finals = []
+    for folder in Layout(layout.erased).shard_folders():
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                finals.append(layout.root / path.relative_to(layout.erased))
+                path.replace(finals[-1])
+    fsync_paths({final.parent for final in finals})
 
 
 def _remove_garbage(

@@ -19,13 +19,11 @@ from storage_formats.format.layout import padded_shard_bytes
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.offset import open_codec
 from storage_formats.format.remote import cache_directory, open_index, reopen_index
-from storage_formats.format.row_map import translate_row_ids
 from storage_formats.format.tombstones import (
     RowIds,
     Tombstones,
     check_row_ids,
     live_rows,
-    refuse_before_first,
     rows_in_use,
 )
 from storage_formats.reading.batch import Batch
@@ -161,32 +159,6 @@ class TokenStore:
             array([0, 1, 2, 3, 4, 5])
         """
         return live_rows(self._view.index)
-
-    def translate(self, row_ids: RowIds) -> NDArray[np.int64]:
-        """Translate row ids from before a compaction to current row ids, int64 [k].
-
-        A compaction copies the rows that are not deleted to new shards, where they get
-        new row ids. The result is -1 for a row that a compaction removed, and for any
-        number that is not a row id of this index, for example if the row belongs to
-        another part of a split index. Row ids from after the last compaction do not
-        change.
-
-        Args:
-            row_ids: [k], row ids of this snapshot or of an earlier snapshot.
-
-        Raises:
-            UsageError: `row_ids` is not a flat sequence of integers.
-            CorruptIndexError: a row map of the index is damaged.
-
-        Examples:
-            >>> from edje_index import compact_index, delete_rows
-            >>> from storage_formats import TokenStore
-            >>> _ = delete_rows("photos.edje", rows=[2])
-            >>> _ = compact_index("photos.edje")
-            >>> TokenStore.open("photos.edje").translate([1, 2, 3])
-            array([1025,   -1, 1026])
-        """
-        return translate_row_ids(self._view.index, row_ids)
 
     def __len__(self) -> int:
         """Return the number of row ids, including holes and deleted rows."""
@@ -505,7 +477,6 @@ class _View:
         """
         ids = check_row_ids(row_ids, self.index.manifest.spec.rows)
         self.deleted.refuse(ids)
-        refuse_before_first(ids, self.index.manifest.spec)
         return ids
 
     def read(

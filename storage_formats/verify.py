@@ -37,7 +37,6 @@ from storage_formats.format.remote import (
     cache_directory,
     read_root,
 )
-from storage_formats.format.row_map import check_row_map
 from storage_formats.format.shard_table import FileEntry, read_shard_table
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.remote.objects import ObjectFolder
@@ -60,7 +59,9 @@ _GROUP_SHARDS = 64
 _MAX_ZARR_BYTES = 1 << 20
 _MAX_RECORD_BYTES = 1 << 30
 _PROBLEMS_SHOWN = 3
-_SHARD_TABLE = re.compile(r"manifest/shards-[0-9a-f]{8}\.parquet")
+# Files that readers no longer need: a conversion leaves the earlier shard tables for
+# readers that have the index open, and earlier versions of the package wrote row maps.
+_LEFT_BEHIND = re.compile(r"manifest/(shards|row-map)-[0-9a-f]{8}\.parquet")
 
 
 def verify_index(
@@ -410,11 +411,6 @@ def _check_own_files(index: CommittedIndex, *, checks_all: bool) -> Iterator[Pro
             "deleted-rows",
             str(error),
         )
-    for row_map in manifest.row_maps:
-        try:
-            check_row_map(index, row_map)
-        except CorruptIndexError as error:
-            yield Problem(row_map.file.path, "row-map", str(error))
     for entry in (*manifest.offset_files, *filter(None, manifest.filter_tables)):
         if problem := _check_file(index, entry):
             yield problem
@@ -548,10 +544,8 @@ def _check_earlier_snapshots(index: CommittedIndex) -> Iterator[Problem]:
             key for key in index.remote.list_sizes() if key.startswith(folders)
         )
     for where in names:
-        # A conversion leaves the earlier shard tables for readers that have the index
-        # open, so a shard table that no snapshot names is not reported.
-        is_table = _SHARD_TABLE.fullmatch(where) is not None
-        if not (where.endswith("/zarr.json") or is_table or where in named):
+        is_left_behind = _LEFT_BEHIND.fullmatch(where) is not None
+        if not (where.endswith("/zarr.json") or is_left_behind or where in named):
             yield Problem(
                 where, "stray-file", "does not belong to this index; delete it"
             )

@@ -150,7 +150,8 @@ def test_a_loader_runs_over_the_rows_that_are_left(
     write(root)
     delete_rows(root, rows=[3, 8, 19])
     if change == "compact":
-        compact_index(root)
+        compact_index(root, tmp_path / "dense.edje")
+        root = tmp_path / "dense.edje"
     data = TokenDataset(root)
     left = np.delete(BLOCKS, [3, 8, 19], axis=0)
     if change == "delete again":

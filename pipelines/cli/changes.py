@@ -64,10 +64,10 @@ def delete(index: IndexLocation, **options: Any) -> None:
     ids. The data of deleted rows remains on disk, so 'edje-index rollback' can restore
     the rows.
 
-    --erase also removes the data of all deleted rows and of their duplicates. Shards
-    that contain such rows are replaced: the remaining rows are copied to new shards,
-    where they get new row ids. All earlier snapshots are removed. An erasure cannot be
-    undone. Run the same command again to finish an interrupted erasure.
+    --erase also removes the data of all deleted rows and of their duplicates. The files
+    of shards with such rows are written again, and the other rows keep their ids. All
+    earlier snapshots are removed. An erasure cannot be undone. Run the same command
+    again to finish an interrupted erasure.
 
     \b
     Examples:
@@ -135,7 +135,7 @@ def edit(
 
     No image is encoded: the new values are written to a small file, and searches and
     filters see them at once. A new COLUMN is added. 'edje-index rollback' undoes the
-    edit, and 'edje-index compact' writes the values to the rows.
+    edit.
 
     \b
     Examples:
@@ -195,37 +195,37 @@ def edit(
 
 @command()
 @index_argument
+@option("--out", LOCAL_INDEX)
 @json_option
-def compact(index: IndexLocation) -> None:
-    """Rewrite INDEX without its deleted rows, or join its small shards.
+def compact(index: IndexLocation, out: Path | None) -> None:
+    """Copy INDEX without its deleted rows to a new index.
 
-    The remaining rows get new ids. If no row is deleted, only the rows of shards that
-    are not full are joined and get new ids. A Parquet file maps old row ids to new row
-    ids; TokenStore.translate reads this file. Tokens are copied, so the model is not
-    needed. INDEX can be searched during the compaction. The disk needs room for a
-    second copy of the rows that get new ids. To remove the old files afterwards, run
-    'edje-index gc --keep 1'.
+    The rows get new ids, which count from 0, and shards that are not full are joined.
+    INDEX does not change. Tokens are copied, so the model is not needed. The disk needs
+    room for the new index.
 
     Run the same command again to resume a stopped compaction.
 
     \b
     Example:
-      edje-index compact photos.edje
-      edje-index gc photos.edje --keep 1
+      edje-index compact photos.edje --out dense.edje
+
+    Options:
+        --out: New directory for the compacted index.
     """
     from pipelines.jobs.copy import compact_index
 
-    result = run_job(compact_index, index, resume=index)
-    lines = [f"{index}: no row is deleted, and no shards can be joined; nothing to do"]
-    if result.row_map is not None:
-        shards = counted(result.shards, "shard")
-        copied = (
-            f"{index}: {counted(result.rows, 'row')} in {shards}, copied to row ids"
-            f" from {result.first_row:,}"
+    if out is None:
+        raise UsageError(
+            "a compaction writes a new index and leaves the old one as it is; run"
+            f" 'edje-index compact {index} --out NEW'"
         )
-        lines = [f"{copied}, {result.removed:,} removed, {result.seconds:.1f} s"]
-        lines.append(f"old and new row ids: {result.row_map}")
-    print_result(result, *lines)
+    result = run_job(compact_index, index, out, resume=out)
+    line = (
+        f"{out}: {counted(result.rows, 'row')} in {counted(result.shards, 'shard')},"
+        f" {result.removed:,} deleted left out, {result.seconds:.1f} s"
+    )
+    print_result(result, line)
 
 
 @command()

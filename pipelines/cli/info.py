@@ -138,8 +138,8 @@ def _describe_upkeep(index: CommittedIndex) -> Json:
     spec = manifest.spec
     times = last_verified(index)
     reasons = []
-    # A segment holds the rows of one build, append or compaction, and only its last
-    # shard can be part-full. Each item is the number of rows in that shard, or 0 if the
+    # A segment holds the rows of one build or append, and only its last shard can be
+    # part-full. Each item is the number of rows in that shard, or 0 if the
     # shard is full.
     ends = [segment.rows % spec.shard_size for segment in spec.used_segments]
     part_full = len(ends) - ends.count(0)
@@ -301,7 +301,7 @@ def _content_lines(value: Json) -> Iterator[tuple[str, str]]:
     for reason in value["ann_rebuild"]:
         yield "", f"run 'edje-index ann build': {reason}"
     for reason in value["compact"]:
-        yield "", f"run 'edje-index compact': {reason}"
+        yield "", f"run 'edje-index compact INDEX --out NEW': {reason}"
     history = value["history"]
     yield "history", f"{history['snapshots']} of at most {history['most']} snapshots"
     verified = value["verified"]

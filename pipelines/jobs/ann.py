@@ -6,15 +6,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from edje_index.indexing.ann_kind import AnnKind
 from edje_index.indexing.faiss_build import (
     AnnRequest,
-    ann_without_rows,
     build_ann,
-    extend_ann,
 )
 from pipelines.jobs.changing import Edit, apply, begin
 from pipelines.progress.events import (
@@ -25,7 +22,6 @@ from pipelines.progress.events import (
     never,
     progress_callback,
 )
-from storage_formats.errors import CorruptIndexError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c_stream
 from storage_formats.format.index_files import IndexFile
@@ -34,7 +30,6 @@ from storage_formats.format.manifest import (
     Ann,
     CommittedIndex,
     Manifest,
-    kept_snapshots,
 )
 
 _DEFAULT = AnnRequest()
@@ -123,56 +118,11 @@ def rebuilt_ann(
     )
 
 
-def changed_ann(
-    index: CommittedIndex,
-    spec: IndexSpec,
-    on_event: OnEvent,
-) -> Ann:
-    """Change the nearest-neighbour index of `index`, so that it contains the rows of
-    `spec`. Return its description for the manifest.
-
-    If `spec` has none of the shards of `index`, a new nearest-neighbour index is built.
-
-    Args:
-        spec: shape of the index after the change. If there are new shards, they are the
-            last segment of `spec`.
-    """
-    before = index.manifest
-    old = before.spec
-    left_out = old.shards_not_in(spec)
-    if len(left_out) == old.used_shards:
-        return build_copied_ann(
-            index.root, spec, [before], on_event, replace_file=False
-        )
-    changed = before
-    if left_out:
-        rows = [row for shard in sorted(left_out) for row in old.shard_rows(shard)]
-        changed = replace(before, ann=ann_without_rows(index, rows))
-    if not spec.shards_not_in(old):
-        return changed.ann
-    ann = extend_ann(index.layout, spec, changed.ann, progress_callback(on_event))
-    final = replace(before, ann=ann)
-    # `extend_ann` may have merged a file from `ann_without_rows` into the new file. The
-    # merged file is then named neither in the old nor in the new manifest, and is
-    # removed.
-    unnamed = set(changed.ann_files) - {*before.ann_files, *final.ann_files}
-    # If the manifest of a snapshot is damaged, the files that it names are unknown.
-    # Nothing is removed in this case.
-    with contextlib.suppress(CorruptIndexError):
-        for snapshot in kept_snapshots(index) if unnamed else ():
-            unnamed -= {*snapshot.ann_files}
-        for file in unnamed:
-            (index.root / file.path).unlink()
-    return final.ann
-
-
 def build_copied_ann(
     root: Path,
     spec: IndexSpec,
     origins: Sequence[Manifest],
     on_event: OnEvent,
-    *,
-    replace_file: bool = True,
 ) -> Ann:
     """Build the nearest-neighbour index of copied rows, if at least one of their
     `origins` has one. Return its description for the manifest. If no origin has one,
@@ -205,7 +155,7 @@ def build_copied_ann(
     ):
         kind = "auto"
     request = AnnRequest(kind, max(request.recall for request in requests))
-    ann = new_ann(root, spec, request, on_event, replace_file=replace_file)
+    ann = new_ann(root, spec, request, on_event)
     if kind not in ("auto", ann.get("factory", "Flat")):
         on_event(
             StatusMessage(

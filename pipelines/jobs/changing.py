@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,6 +37,7 @@ from pipelines.progress.events import (
     ShardMeter,
     ShouldStop,
     StatusMessage,
+    progress_callback,
     stop_at_events,
 )
 from pipelines.progress.wording import counted
@@ -53,25 +53,17 @@ from storage_formats.change import (
 )
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.edits import EDIT_SCHEMA, Edits
-from storage_formats.format.layout import IndexSpec
+from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import (
     Ann,
     CommittedIndex,
     Counts,
     Manifest,
-    RowMap,
 )
 from storage_formats.format.offset import Offset, copy_offset, write_offset
 from storage_formats.format.receipts import ShardReceipt, fingerprint
-from storage_formats.format.row_map import write_row_map
-from storage_formats.format.rows import (
-    DUPLICATE,
-    INDEXED,
-    failures_by_reason,
-    iter_stored_rows,
-)
 from storage_formats.format.source_columns import SourceColumn
-from storage_formats.format.tombstones import Tombstones, renumbered
+from storage_formats.format.tombstones import Tombstones
 from storage_formats.remote.urls import IndexLocation
 from storage_formats.writing.copying import count_values, with_values
 from storage_formats.writing.publish import (
@@ -89,6 +81,9 @@ PROCESSORS_MEMBER = "encoded_on"
 """Key in the settings of an index. The value is the sorted list of the processors that
 encoded the rows, as named by `ShardReceipt.encoded_on`.
 """
+
+
+_NO_CHANGE = Counts(0, 0, 0)
 
 
 class FailedInputsError(EdjeError):
@@ -114,6 +109,7 @@ class ShardWork:
         close: function that closes the files that all tasks use. It is called after the
             last task, and also after an error.
         shows_failed: True to report the number of failed rows in progress events.
+        target: layout that the tasks write to, see `Edit.erases`; None for the index.
         described: further attributes of the event `PlanReady`, by name.
         check: function that is called after each finished shard with all receipts so
             far. It raises FailedInputsError to end the work.
@@ -128,6 +124,7 @@ class ShardWork:
     engine: Engine = run_inline
     close: Callable[[], None] = lambda: None
     shows_failed: bool = False
+    target: Layout | None = None
     described: Json = field(default_factory=dict)
     check: Callable[[Sequence[ShardReceipt]], None] = lambda receipts: None
 
@@ -143,9 +140,8 @@ class ShardWork:
 class Edit:
     """A description of a change of an index. `apply` carries the change out.
 
-    `spec` may have new shards, or new precisions of all shards: `work` writes them.
-    `spec` may also lack shards of the index: their rows are removed. An attribute with
-    its default value changes nothing.
+    `spec` may have new shards, or new precisions of all shards: `work` writes them. An
+    attribute with its default value changes nothing.
 
     Attributes:
         spec: shape of the index after the change.
@@ -153,13 +149,15 @@ class Edit:
             makes a new snapshot.
         work: tasks that write the new shards or the new precisions.
         deleted: ids of the rows to delete. The rows must not be deleted already.
-        moved: ids of the rows to move, ascending. `spec` lacks their shards, and `work`
-            copies the rows to the last segment of `spec`. A row map from the old to the
-            new ids is then written. None moves no row.
+        erases: True if `work` writes shards of the index again, to `build/erased/`,
+            without the data of deleted rows. The commit moves them into place. All
+            other files with data of deleted rows are written again, too, and all
+            earlier snapshots are removed.
+        counts: numbers to add to the counts of the index, apart from those of new
+            shards.
         encoded_from: for each new precision, the chain of precisions that its tokens
             were converted from.
-        columns: source columns after the change; None keeps the columns. If shards are
-            removed, the commit adjusts the numbers of values in the columns.
+        columns: source columns after the change; None keeps the columns.
         edits: lines to add to the edits of the index, see `Edits`.
         restored: hashes of deleted inputs that the next update may index again.
         settings: settings after the change; None keeps the settings.
@@ -175,7 +173,8 @@ class Edit:
     details: Json = field(default_factory=dict)
     work: ShardWork | None = None
     deleted: Sequence[int] = ()
-    moved: Ints | None = None
+    erases: bool = False
+    counts: Counts = _NO_CHANGE
     encoded_from: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     columns: tuple[SourceColumn, ...] | None = None
     edits: pa.Table = field(default_factory=EDIT_SCHEMA.empty_table)
@@ -189,6 +188,8 @@ class Edit:
 
     def begin(self, change: IndexChange) -> None:
         """Write the offset block, if the edit has one."""
+        if self.erases:
+            copy_offset(change.index, Layout(change.layout.erased))
         if self.offset is not None:
             write_offset(change.layout, self.offset)
 
@@ -211,7 +212,9 @@ class Edit:
             return before
         changes_segments = self.spec.used_segments != before.spec.used_segments
         changes_rows = bool(len(self.edits) or self.restored or len(self.deleted))
-        adds_snapshot = changes_segments or changes_rows or bool(self.earlier)
+        adds_snapshot = (
+            changes_segments or changes_rows or self.erases or self.earlier is not None
+        )
         keeps_shape = self.spec == before.spec and self.settings is None
         keeps_model = self.model in (None, before.model)
         if keeps_shape and keeps_model and not adds_snapshot and not self.ann:
@@ -219,13 +222,18 @@ class Edit:
             return before
         if self.earlier is None:
             ann = before.ann
-            if changes_segments and before.ann_files:
+            if (changes_segments or self.erases) and before.ann_files:
                 # Import the module only here: the import takes several times as long as
                 # a deletion, and a deletion does not need the module.
-                from pipelines.jobs.ann import changed_ann
+                from edje_index.indexing.faiss_build import ann_without_rows, extend_ann
 
                 on_event(StatusMessage("changing the nearest-neighbour index"))
-                ann = changed_ann(change.index, self.spec, on_event)
+                if self.erases:
+                    gone = change.index.deleted.with_rows(list(self.deleted))
+                    ann = ann_without_rows(change.index, gone.row_ids)
+                else:
+                    on_progress = progress_callback(on_event)
+                    ann = extend_ann(change.layout, self.spec, ann, on_progress)
             elif self.ann is not None:
                 from pipelines.jobs.ann import rebuilt_ann
 
@@ -234,7 +242,7 @@ class Edit:
         else:
             manifest = self.earlier
         if adds_snapshot:
-            manifest = change.new_snapshot(manifest, self.details)
+            manifest = change.new_snapshot(manifest, self.details, is_only=self.erases)
         change.commit(manifest)
         return manifest
 
@@ -430,7 +438,7 @@ def apply(
             raise JobStopped(stopped)
         return Applied(value.commit(change, (), report))
     started = time.monotonic()
-    earlier = change.receipts(work.shards, work.fingerprint)
+    earlier = change.receipts(work.shards, work.fingerprint, work.target)
     on_event(PlanReady(work.rows, len(work.shards), len(earlier), **work.described))
     receipts = run_shards(work, earlier, on_event, should_stop)
     rows = sum(receipt.rows for receipt in receipts if receipt.shard not in earlier)
@@ -454,13 +462,12 @@ def processors(
     return {PROCESSORS_MEMBER: sorted(names)} if names else {}
 
 
-def next_first_row(manifest: Manifest, shard_size: int) -> int:
-    """Return the row id at which new shards of `shard_size` rows begin. No snapshot has
-    used this row id, the number of its shard, or higher ones.
+def next_first_row(manifest: Manifest) -> int:
+    """Return the row id at which new shards begin. No snapshot has used this row id or
+    a higher one.
     """
     spec = manifest.spec
-    first_row = max(spec.shards, manifest.snapshot.next_shard) * spec.shard_size
-    return -(-first_row // shard_size) * shard_size
+    return max(spec.shards, manifest.snapshot.next_shard) * spec.shard_size
 
 
 def edited(
@@ -471,8 +478,8 @@ def edited(
 ) -> Manifest:
     """Return the manifest of `index` after `edit`, without writing it.
 
-    The other files that the new manifest names are written: tombstones, edits, row map,
-    shard tables and filter tables. The name of each of these files contains a hash of
+    The other files that the new manifest names are written: tombstones, edits, shard
+    tables and filter tables. The name of each of these files contains a hash of
     its content, so no file of an earlier snapshot is overwritten.
 
     Args:
@@ -482,42 +489,24 @@ def edited(
     layout = index.layout
     before = index.manifest
     spec = edit.spec
-    left_out = sorted(before.spec.shards_not_in(spec))
-    new = spec.shards_not_in(before.spec)
-    added = [receipt for receipt in receipts if receipt.shard in new]
-    counts = before.counts
+    added = [each for each in receipts if each.shard >= before.spec.shards]
+    counts = add_counts(before.counts, edit.counts)
     columns = before.columns if edit.columns is None else edit.columns
-    if left_out:
-        counts, columns = _without_shards(index, left_out, columns, added)
     snapshot = before.snapshot
-    if left_out or len(edit.deleted):
-        deleted = index.deleted
-        goes = np.isin(deleted.row_ids // before.spec.shard_size, left_out)
-        tombstones = Tombstones(deleted.row_ids[~goes]).with_rows(list(edit.deleted))
-        snapshot = with_tombstones(layout, spec, snapshot, tombstones)
+    deleted = index.deleted.with_rows(list(edit.deleted))
+    if len(edit.deleted):
+        snapshot = with_tombstones(layout, spec, snapshot, deleted)
     # Usually, the files of earlier edits stay, and the lines of this change are written
     # to an additional file. If lines are removed, one new file with all remaining lines
     # replaces the files of earlier edits.
     kept_files = before.edits
     rewritten = Edits(spec.shard_size)
-    lines = edit.edits
-    if left_out or edit.restored:
+    if edit.restored or edit.erases:
         kept_files = ()
         rewritten = index.edits
-    first_row = next_first_row(before, spec.shard_size)
-    if edit.moved is not None:
-        # Rows move only out of shards that are left out. So `left_out` is not empty,
-        # and `rewritten` has all earlier edits.
-        new_ids = functools.partial(renumbered, edit.moved, first_row)
-        lines = pa.concat_tables([lines, rewritten.moved(new_ids)])
-    changed = rewritten.changed(lines, edit.restored, left_out)
+    erased = deleted.row_ids if edit.erases else None
+    changed = rewritten.changed(edit.edits, edit.restored, erased)
     edits = changed.write(layout, spec, kept_files)
-    row_maps = before.row_maps
-    if edit.moved is not None:
-        new_rows = np.arange(first_row, first_row + len(edit.moved))
-        row_map = write_row_map(layout, edit.moved, new_rows)
-        is_partial = len(left_out) < before.spec.used_shards
-        row_maps = (*row_maps, RowMap(row_map, first_row, is_partial=is_partial))
     origins = {**before.encoded_from, **edit.encoded_from}
     settings = before.settings if edit.settings is None else edit.settings
     return replace(
@@ -532,39 +521,11 @@ def edited(
         },
         snapshot=snapshot,
         columns=columns,
-        row_maps=row_maps,
         edits=edits,
-        **write_tables(layout, spec, receipts, columns, index),
+        **write_tables(
+            layout, spec, receipts, columns, index, edit.work and edit.work.target
+        ),
     )
-
-
-def _without_shards(
-    index: CommittedIndex,
-    shards: Sequence[int],
-    columns: Sequence[SourceColumn],
-    added: Sequence[ShardReceipt],
-) -> tuple[Counts, tuple[SourceColumn, ...]]:
-    """Return the counts of `index` after `shards` are removed, and `columns` with new
-    numbers of values: values in `shards` are subtracted, and values in the `added`
-    shards are counted.
-    """
-    counts = index.manifest.counts
-    statuses = Counter[str]()
-    failed = Counter(counts.failed)
-    values = Counter({column.name: column.values for column in columns})
-    for table in iter_stored_rows(index, ["status", "reason", *values], shards):
-        statuses.update(table["status"].to_pylist())
-        failed.subtract(failures_by_reason(table))
-        values.subtract({name: len(table) - table[name].null_count for name in values})
-    added_shards = [receipt.shard for receipt in added]
-    values.update(count_values(index.layout, added_shards, columns))
-    left = Counts(
-        counts.inputs - statuses.total(),
-        counts.indexed - statuses[INDEXED],
-        counts.duplicates - statuses[DUPLICATE],
-        {reason: number for reason, number in failed.items() if number},
-    )
-    return left, with_values(columns, values)
 
 
 def rows_passing(index: CommittedIndex, where: str | None) -> Ints:

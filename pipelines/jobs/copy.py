@@ -1,5 +1,5 @@
-"""Compactions, copies and merges: write rows of existing indexes to new files, without
-the model and without decoding tokens.
+"""Compactions, copies, merges and erasures: write rows of existing indexes to new
+files, without the model and without decoding tokens.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 import hashlib
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import replace as replaced
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipelines.jobs.changing import (
@@ -25,15 +26,14 @@ from pipelines.jobs.changing import (
     NewContents,
     ShardWork,
     apply,
-    begin,
     begin_new,
-    next_first_row,
     notifier,
     resumable,
     rows_passing,
 )
 from pipelines.jobs.hub import send_to_hub
 from pipelines.jobs.plan import (
+    SourceGroup,
     holds_clips,
     recorded_sources,
     with_sources,
@@ -57,10 +57,16 @@ from storage_formats.change import begin_index, begin_new_index
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import IndexSpec, Layout, Segment
-from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.manifest import CommittedIndex, Counts
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.remote import ROOT, open_index, read_root
-from storage_formats.format.rows import INDEXED, iter_rows, iter_stored_rows
+from storage_formats.format.rows import (
+    DUPLICATE,
+    INDEXED,
+    failures_by_reason,
+    iter_rows,
+    iter_stored_rows,
+)
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.format.source_columns import MAX_COLUMNS, merge_columns
 from storage_formats.format.tombstones import (
@@ -79,7 +85,7 @@ from storage_formats.remote.urls import (
     local_path,
 )
 from storage_formats.threads import ordered_map
-from storage_formats.writing.copying import RowCopier, ShardCopier
+from storage_formats.writing.copying import ERASED, RowCopier, ShardCopier
 from storage_formats.writing.index_copy import (
     begin_remote_copy,
     copy_to_directory,
@@ -105,13 +111,9 @@ class CopyResult:
     Attributes:
         rows: number of rows of the written index, without deleted rows.
         shards: number of shards of the written index.
-        snapshot: number of the current snapshot of the written index. For a copy, this
-            is the number of the copied snapshot.
+        snapshot: number of the copied snapshot; 0 for a merge.
         seconds: wall time of this run.
-        first_row: first row id of the rows that a compaction copied.
-        removed: number of deleted rows that a compaction removed.
-        row_map: path or URL of the Parquet file that maps old row ids to new row ids,
-            after a compaction. None if the compaction had nothing to do.
+        removed: number of rows of the copied index that were not copied.
         duplicates: number of rows that a merge deleted, because an earlier index has
             an image with the same bytes.
         inputs: for each merged index, its `index`, the `offset` added to its row ids,
@@ -127,18 +129,16 @@ class CopyResult:
         >>> result.snapshot, result.files
         (0, 9)
         >>> _ = delete_rows("backup.edje", rows=[0, 5])
-        >>> result = compact_index("backup.edje")
-        >>> result.rows, result.removed, result.first_row, result.snapshot
-        (4, 2, 1024, 2)
+        >>> result = compact_index("backup.edje", "dense.edje")
+        >>> result.rows, result.removed
+        (4, 2)
     """
 
     rows: int
     shards: int
     snapshot: int
     seconds: float
-    first_row: int = 0
     removed: int = 0
-    row_map: str | None = None
     duplicates: int = 0
     inputs: Sequence[Json] = ()
     files: int = 0
@@ -149,184 +149,194 @@ class CopyResult:
 @name_missing_extra("search")
 def compact_index(
     index: IndexLocation,
+    out: IndexLocation,
     *,
-    only_shards_with_deleted: bool = False,
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
 ) -> CopyResult:
-    """Rewrite an index without its deleted rows, as `edje-index compact` does. The
-    model is not needed.
+    """Copy all rows of an index that are not deleted to a new index, as `edje-index
+    compact` does. The model is not needed.
 
-    The copied rows get new ids. `storage_formats.TokenStore.translate` maps old row ids
-    to new row ids. Column values that `set_columns` set are written to the new rows.
-    Call the function again to resume a stopped compaction. The other arguments are
-    those of `build_index`.
-
-    If no row is deleted, only some shards are copied, and the rows of the other shards
-    keep their ids. The copied shards are the shards with edited column values, the
-    shards that are not full if their rows fit into fewer shards, and all shards with
-    duplicates of rows of these shards.
+    The rows get the row ids from 0, in the same order. Column values that `set_columns`
+    set are written to the rows. Call the function again to resume a stopped compaction.
+    The other arguments are those of `build_index`.
 
     Args:
-        index: directory of the index. The index can be read during the compaction.
-        only_shards_with_deleted: True to copy only the shards with deleted rows, and
-            the shards with duplicates of rows in these shards. The rows of the other
-            shards keep their ids.
+        index: directory of the index, or its URL. The index does not change.
+        out: directory of the new index.
 
     Raises:
-        UsageError: there is no index at `index`, all rows are deleted, or the disk is
-            too small.
+        UsageError: there is no index at `index`, all rows are deleted, `out` is not
+            free, or the disk is too small.
         JobStopped: the compaction stopped early, or a row is damaged. Finished shards
             are kept.
-        UnfinishedChangeError: another change was stopped.
-        EdjeError: another process is changing the index.
+        EdjeError: another process is writing the index at `out`.
         MissingExtraError: FAISS is not installed, but the index has a nearest-neighbour
             index.
 
     Examples:
         >>> from edje_index import compact_index, delete_rows
-        >>> from storage_formats import TokenStore
         >>> _ = delete_rows("pages.edje", rows=[0, 1, 2])
-        >>> compact_index("pages.edje").rows
+        >>> compact_index("pages.edje", "dense.edje").rows
         27
-        >>> TokenStore.open("pages.edje").translate([2, 3])
-        array([  -1, 1024])
     """
-    started = time.monotonic()
-    request = {"only_shards_with_deleted": only_shards_with_deleted}
-    with begin(index, "compact", request) as change:
-        removed = change.index.manifest.snapshot.deleted_rows
-        edit = compaction(change.index, only_shards_with_deleted)
-        manifest = apply(change, edit, on_event, should_stop).manifest
-    row_map = None
-    if edit.moved is None:
-        removed = 0
-    else:
-        path = manifest.row_maps[-1].file.path
-        row_map = f"{str(index).rstrip('/')}/{path}"
-    segments = manifest.spec.used_segments
-    return CopyResult(
-        rows=manifest.spec.used_rows,
-        shards=manifest.spec.used_shards,
-        snapshot=manifest.snapshot.number,
-        seconds=time.monotonic() - started,
-        first_row=segments[0 if edit.moved is None else -1].first_row,
-        removed=removed,
-        row_map=row_map,
-    )
-
-
-def compaction(index: CommittedIndex, only_shards_with_deleted: bool) -> Edit:
-    """Return the edit that compacts an index. See `compact_index`."""
-    spec = index.spec
-    shards = list(spec.shard_numbers())
-    if only_shards_with_deleted:
-        row_shards = np.unique(index.deleted.row_ids // spec.shard_size)
-        shards = _with_duplicates(index, row_shards.tolist())
-    elif not len(index.deleted):
-        # The number of rows of each shard that is not full, by shard number. Joining
-        # these shards pays if their rows fit into fewer shards.
-        small = {
-            shard: rows
-            for shard in shards
-            if (rows := len(spec.shard_rows(shard))) < spec.shard_size
-        }
-        is_saving = -(-sum(small.values()) // spec.shard_size) < len(small)
-        # Copy the shards with edited values, too, so that their new files contain these
-        # values.
-        chosen = {*index.edits.shards, *(small if is_saving else ())}
-        shards = _with_duplicates(index, chosen)
-    if not shards:
-        return Edit(spec)
-    return rewriting(index, shards, spec.shard_size)
-
-
-def rewriting(
-    index: CommittedIndex,
-    shards: Sequence[int],
-    shard_size: int,
-) -> Edit:
-    """Return the edit that moves all rows of `shards`, except deleted rows, to one new
-    segment with `shard_size` rows per shard.
-
-    Raises:
-        UsageError: no row would be left, or the disk is too small.
-    """
-    manifest = index.manifest
-    spec = manifest.spec
-    moved = live_rows(index, shards)
-    segments = list[Segment]()
-    # Cut `shards` out of the segments of the index. Each run of remaining shards
-    # becomes a segment.
-    for segment in spec.used_segments:
-        staying = np.setdiff1d(spec.segment_shards(segment), shards)
-        for run in np.split(staying, np.flatnonzero(np.diff(staying) > 1) + 1):
-            if len(run):
-                start = int(run[0]) * spec.shard_size
-                stop = min(segment.stop, (int(run[-1]) + 1) * spec.shard_size)
-                segments.append(Segment(start, stop - start))
-    first_row = next_first_row(manifest, shard_size)
-    if len(moved):
-        segments.append(Segment(first_row, len(moved)))
-    if not segments:
+    opened = open_index(index)
+    live = live_rows(opened)
+    if not len(live):
         raise UsageError(
-            f"cannot compact {index.root}: all its rows are deleted; delete the"
-            " directory instead"
+            f"cannot compact {opened.location}: all its rows are deleted; delete the"
+            " index instead"
         )
-    target = replaced(
-        spec, rows=segments[-1].stop, segments=tuple(segments), shard_size=shard_size
-    )
-    identity = {
-        "kind": "compact",
-        "snapshot": asdict(manifest.snapshot),
-        "tables": [table.to_json() for table in manifest.shard_tables],
-        "shards": list(shards),
-        "spec": asdict(target),
-    }
-    groups = recorded_sources(manifest)
-    return Edit(
-        target,
-        details={
-            "first_row": first_row,
-            "rows": len(moved),
-            "removed": len(index.deleted),
-        },
-        work=(
-            copying(index, moved, index.layout, target, identity)
-            if len(moved)
-            else None
-        ),
-        moved=moved,
-        settings=None if groups is None else with_sources(manifest, groups),
-    )
+    sources = recorded_sources(opened.manifest)
+    return rewrite(opened, live, out, "compact", sources, on_event, should_stop)
 
 
-def copying(
-    source: CommittedIndex,
+def rewrite(
+    index: CommittedIndex,
     row_ids: Ints,
-    target: Layout,
-    spec: IndexSpec,
-    identity: Json,
-) -> ShardWork:
-    """Return the work that copies rows to the last segment of an index. The tasks run
-    in this process.
+    out: IndexLocation,
+    kind: str,
+    sources: Iterable[SourceGroup] | None,
+    on_event: OnEvent,
+    should_stop: ShouldStop,
+) -> CopyResult:
+    """Copy rows to a new index, in which they get the row ids from 0.
 
     Args:
-        source: index with the rows.
         row_ids: int64 [k], ids of the rows to copy, ascending.
-        target: layout of the index to write to, which may be `source`.
-        spec: shape of that index after the copy.
-        identity: see `ShardWork`.
+        out: directory of the new index.
+        kind: kind of the change, "compact" or "copy".
+        sources: sources to record in the new index; None if they are not known.
+
+    Raises:
+        UsageError: `out` is not free, or the disk is too small.
+    """
+    started = time.monotonic()
+    manifest = index.manifest
+    spec = replaced(manifest.spec, rows=len(row_ids), segments=())
+    identity = {
+        "kind": kind,
+        "index": str(index.location),
+        "tables": [table.to_json() for table in manifest.shard_tables],
+        "edits": [file.to_json() for file in manifest.edits],
+        "rows": hashlib.sha256(row_ids.astype("<i8").tobytes()).hexdigest(),
+    }
+    renumber = partial(renumbered, row_ids, 0)
+    with begin_new(local_path(out), kind, identity, on_event) as change:
+        check_room(change.layout, spec, "a copy of")
+        copier = RowCopier(index, change.layout, spec, renumber)
+
+        contents = NewContents(
+            spec,
+            copying(copier, spec, list(spec.shard_numbers()), row_ids, identity),
+            manifest.model,
+            with_sources(manifest, sources),
+            manifest.columns,
+            origins=[index],
+            details={
+                "kind": kind,
+                "name": index.root.name,
+                "snapshot": manifest.snapshot.number,
+            },
+            edits=index.edits.moved(renumber),
+        )
+        applied = apply(change, contents, on_event, should_stop)
+    files = [file for receipt in applied.receipts for file in receipt.files]
+    copied = [
+        file
+        for receipt in applied.receipts
+        if receipt.shard not in applied.earlier
+        for file in receipt.files
+    ]
+    return CopyResult(
+        rows=spec.rows,
+        shards=spec.used_shards,
+        snapshot=manifest.snapshot.number,
+        seconds=time.monotonic() - started,
+        removed=manifest.spec.used_rows - spec.rows,
+        files=len(files),
+        copied_files=len(copied),
+        copied_bytes=sum(entry.bytes for entry in copied),
+    )
+
+
+def erasure(index: CommittedIndex, edit: Edit) -> Edit:
+    """Return `edit`, a deletion, as an edit that also removes the data of all deleted
+    rows. The shards with these rows are written again, and all rows keep their ids.
 
     Raises:
         UsageError: the disk is too small.
     """
-    segment = spec.used_segments[-1]
-    need = disk_need(replaced(spec, rows=segment.rows, segments=()))
-    check_free_disk(target.root, need, f"a copy of {counted(segment.rows, 'row')}")
-    copier = RowCopier(source, target, spec)
-    first = segment.first_row
-    renumber = partial(renumbered, row_ids, first)
+    manifest = index.manifest
+    spec = manifest.spec
+    deleted = index.deleted.with_rows(list(edit.deleted))
+    # rows with data, by shard
+    rows: dict[int, pa.Table] = {}
+    candidates = np.unique(deleted.row_ids // spec.shard_size).tolist()
+    for shard, table in zip(
+        candidates, iter_stored_rows(index, None, candidates), strict=True
+    ):
+        is_deleted = pa.array(deleted.contain(table["row_id"].to_numpy()))
+        is_erased = pc.equal(table["reason"].fill_null(""), ERASED)
+        with_data = table.filter(pc.and_not(is_deleted, is_erased))
+        if len(with_data):
+            rows[shard] = with_data
+    if not rows:
+        return edit
+    erased = pa.concat_tables(rows.values())
+    statuses = Counter(erased["status"].to_pylist())
+    failed = {name: -count for name, count in failures_by_reason(erased).items()}
+    columns = [
+        replaced(each, values=each.values - len(erased) + erased[each.name].null_count)
+        for each in manifest.columns
+    ]
+    rows_to_write = sum(len(spec.shard_rows(shard)) for shard in rows)
+    written = replaced(spec, rows=rows_to_write, segments=())
+    check_room(index.layout, written, "the new files of")
+    identity = {
+        "kind": "erase",
+        "deleted": hashlib.sha256(deleted.row_ids.astype("<i8").tobytes()).hexdigest(),
+        "tables": [table.to_json() for table in manifest.shard_tables],
+    }
+    # The edits stay in files of their own, so the copier must not read them.
+    readable = index.undeleted()
+    source = replaced(readable, manifest=replaced(readable.manifest, edits=()))
+    target = Layout(index.layout.erased)
+    copier = RowCopier(source, target, spec, lambda row_ids: row_ids, deleted)
+
+    return replaced(
+        edit,
+        details={**edit.details, "erased": len(erased)},
+        work=replaced(
+            copying(copier, spec, list(rows), range(spec.rows), identity),
+            target=target,
+        ),
+        erases=True,
+        counts=Counts(
+            0,
+            -statuses[INDEXED],
+            -statuses[DUPLICATE],
+            {**failed, ERASED: len(erased)},
+        ),
+        columns=tuple(columns),
+    )
+
+
+def copying(
+    copier: RowCopier,
+    spec: IndexSpec,
+    shards: Sequence[int],
+    row_ids: Ints | range,
+    identity: Json,
+) -> ShardWork:
+    """Return the work that copies rows. The tasks run in this process.
+
+    Args:
+        spec: shape of the index that is written.
+        shards: numbers of the shards to write.
+        row_ids: for each row of `spec`, the id of the row to copy.
+        identity: see `ShardWork`.
+    """
 
     def copy(
         task: CopyTask,
@@ -334,18 +344,26 @@ def copying(
         should_stop: ShouldStop,
     ) -> ShardReceipt:
         rows = spec.shard_rows(task.shard)
-        of_shard = row_ids[rows.start - first : rows.stop - first]
-        return copier.copy(task.shard, of_shard, renumber, task.plan, should_stop)
+        of_shard = np.asarray(row_ids[rows.start : rows.stop])
+        return copier.copy(task.shard, of_shard, task.plan, should_stop)
 
     return ShardWork(
         "copying",
-        spec.segment_shards(segment),
-        segment.rows,
+        shards,
+        sum(len(spec.shard_rows(shard)) for shard in shards),
         identity,
         CopyTask,
         lambda: copy,
         close=copier.close,
     )
+
+
+def check_room(layout: Layout, spec: IndexSpec, what: str) -> None:
+    """Raise UsageError unless the disk has room for the files of an index of shape
+    `spec` at `layout`.
+    """
+    rows = counted(spec.rows, "row")
+    check_free_disk(layout.root, disk_need(spec), f"{what} {rows}")
 
 
 @dataclass(frozen=True)
@@ -359,28 +377,6 @@ class CopyTask:
 
     shard: int
     plan: str
-
-
-def _with_duplicates(index: CommittedIndex, chosen: Iterable[int]) -> list[int]:
-    """Return the shards `chosen` and all shards with a duplicate of one of their rows,
-    ascending.
-
-    Shards with duplicates of rows of the added shards are added, too, and so on.
-    """
-    spec = index.spec
-    shards = set(chosen)
-    grew = bool(index.manifest.counts.duplicates)
-    while grew:
-        before = len(shards)
-        numbers = list(spec.shard_numbers())
-        for shard, table in zip(
-            numbers, iter_stored_rows(index, ["duplicate_of"]), strict=True
-        ):
-            originals = table["duplicate_of"].drop_null().to_numpy() // spec.shard_size
-            if shard not in shards and shards.intersection(originals.tolist()):
-                shards.add(shard)
-        grew = len(shards) > before
-    return sorted(shards)
 
 
 @name_missing_extra("search")
@@ -444,120 +440,85 @@ def copy_index(
         requested = check_row_ids(rows, spec.rows)
         check_rows_in_use(requested, spec)
         opened.deleted.refuse(requested)
-        live = live_rows(opened)
-        passing = rows_passing(opened, where)
-        chosen = live[np.isin(live, np.concatenate([requested, passing]))]
+        chosen = np.union1d(requested, rows_passing(opened, where))
         if not len(chosen):
             raise UsageError(
                 "no row is selected; choose other rows or another filter",
                 parameter="where",
             )
-        count = len(chosen)
-        spec = replaced(spec, rows=count, segments=())
-        identity = {
-            "kind": "copy",
-            "index": str(opened.location),
-            "tables": [table.to_json() for table in manifest.shard_tables],
-            "edits": [file.to_json() for file in manifest.edits],
-            "rows": hashlib.sha256(chosen.astype("<i8").tobytes()).hexdigest(),
-        }
-        root = local_path(out)
-        with begin_new(root, "copy", identity, on_event) as new:
-            part = NewContents(
-                spec,
-                copying(opened, chosen, new.layout, spec, identity),
-                manifest.model,
-                with_sources(manifest, None),
-                manifest.columns,
-                origins=[opened],
-                details={
-                    "kind": "copy",
-                    "name": opened.root.name,
-                    "snapshot": manifest.snapshot.number,
-                },
-                edits=opened.edits.moved(partial(renumbered, chosen, 0)),
-            )
-            applied = apply(new, part, on_event, should_stop)
-        files = [file for receipt in applied.receipts for file in receipt.files]
-        copied = [
-            file
-            for receipt in applied.receipts
-            if receipt.shard not in applied.earlier
-            for file in receipt.files
-        ]
-    else:
-        files = list(files_to_copy(opened))
-        on_event(
-            StatusMessage(
-                f"copying {len(files):,} files of snapshot {manifest.snapshot.number}"
-            )
+        return rewrite(opened, chosen, out, "copy", None, on_event, should_stop)
+    files = list(files_to_copy(opened))
+    on_event(
+        StatusMessage(
+            f"copying {len(files):,} files of snapshot {manifest.snapshot.number}"
         )
-        if hub_kind(target) is not None:
-            _, there = read_root(ObjectFolder.open(str(target)))
-            if (
-                there is not None
-                and not replace
-                and (lost := what_is_lost(opened, str(target), there))
-            ):
-                raise UsageError(lost, parameter="out")
+    )
+    if hub_kind(target) is not None:
+        _, there = read_root(ObjectFolder.open(str(target)))
+        if (
+            there is not None
+            and not replace
+            and (lost := what_is_lost(opened, str(target), there))
+        ):
+            raise UsageError(lost, parameter="out")
 
-            def checked(file: FileEntry) -> Path | bytes:
-                # `file_contents` compares a file with its checksum while reading it.
-                # Most local files are read only for this check, and sent by path.
-                pieces = file_contents(opened, file)
-                if opened.remote is not None or file.path.endswith("zarr.json"):
-                    return b"".join(pieces)
-                deque(pieces, maxlen=0)
-                return opened.root / file.path
+        def checked(file: FileEntry) -> Path | bytes:
+            # `file_contents` compares a file with its checksum while reading it.
+            # Most local files are read only for this check, and sent by path.
+            pieces = file_contents(opened, file)
+            if opened.remote is not None or file.path.endswith("zarr.json"):
+                return b"".join(pieces)
+            deque(pieces, maxlen=0)
+            return opened.root / file.path
 
-            named: dict[str, Callable[[], Path | bytes]] = {
-                **{file.path: partial(checked, file) for file in files},
-                ROOT: partial(manifest_bytes, opened),
-            }
-            report = stop_at_events(
-                on_event, should_stop, "stopped; the copied files are kept"
+        named: dict[str, Callable[[], Path | bytes]] = {
+            **{file.path: partial(checked, file) for file in files},
+            ROOT: partial(manifest_bytes, opened),
+        }
+        report = stop_at_events(
+            on_event, should_stop, "stopped; the copied files are kept"
+        )
+        message = f"Copy snapshot {manifest.snapshot.number}"
+        size = human_bytes(sum(file.bytes for file in files))
+        sent = send_to_hub(
+            str(target),
+            "datasets",
+            named,
+            message,
+            report,
+            index=opened,
+            size=size,
+            is_removed=lambda name: replace and is_data(name) and name not in named,
+        )
+        copied = [file for file in files if file.path in sent]
+    elif is_url(target):
+        with begin_remote_copy(
+            opened, ObjectFolder.open(str(target)), replace=replace
+        ) as remote:
+            copied = _copy_files(files, remote.put, on_event, should_stop)
+            remote.commit()
+            if replace:
+                remote.remove_others(files)
+    else:
+        data = manifest_bytes(opened)
+        request = {"manifest": hashlib.sha256(data).hexdigest()}
+        root = local_path(out)
+        notify = notifier(on_event)
+        with (
+            begin_new_index(root, "copy", request, notify=notify) as new,
+            resumable(root),
+        ):
+            begin_index(root, spec)
+            # A stopped copy keeps its files only if it has a receipt or a plan.
+            # This copy writes no receipts, so it stores a plan.
+            new.store_plan({"files": len(files)})
+            copied = _copy_files(
+                files,
+                lambda file: copy_to_directory(opened, file, root),
+                on_event,
+                should_stop,
             )
-            message = f"Copy snapshot {manifest.snapshot.number}"
-            size = human_bytes(sum(file.bytes for file in files))
-            sent = send_to_hub(
-                str(target),
-                "datasets",
-                named,
-                message,
-                report,
-                index=opened,
-                size=size,
-                is_removed=lambda name: replace and is_data(name) and name not in named,
-            )
-            copied = [file for file in files if file.path in sent]
-        elif is_url(target):
-            with begin_remote_copy(
-                opened, ObjectFolder.open(str(target)), replace=replace
-            ) as remote:
-                copied = _copy_files(files, remote.put, on_event, should_stop)
-                remote.commit()
-                if replace:
-                    remote.remove_others(files)
-        else:
-            data = manifest_bytes(opened)
-            request = {"manifest": hashlib.sha256(data).hexdigest()}
-            root = local_path(out)
-            notify = notifier(on_event)
-            with (
-                begin_new_index(root, "copy", request, notify=notify) as new,
-                resumable(root),
-            ):
-                begin_index(root, spec)
-                # A stopped copy keeps its files only if it has a receipt or a plan.
-                # This copy writes no receipts, so it stores a plan.
-                new.store_plan({"files": len(files)})
-                copied = _copy_files(
-                    files,
-                    lambda file: copy_to_directory(opened, file, root),
-                    on_event,
-                    should_stop,
-                )
-                new.commit_copy(data)
+            new.commit_copy(data)
     return CopyResult(
         rows=count,
         shards=spec.used_shards,

@@ -566,7 +566,7 @@ def recorded_sources(manifest: Manifest) -> tuple[SourceGroup, ...] | None:
             return groups
         if (
             len(manifest.spec.used_segments) > 1
-            or manifest.row_maps
+            or manifest.spec.used_segments[0].first_row
             or "sources" not in settings
         ):
             return None

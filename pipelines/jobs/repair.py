@@ -208,7 +208,12 @@ def _restore_filter_tables(
             # Skip the table if a rows file is damaged, too.
             with contextlib.suppress(CorruptIndexError):
                 shards = spec.segment_shards(segment)
-                files = CommittedFiles(index, ROWS_FILE).files(shards)
+                files = {
+                    shard: (index.layout, file)
+                    for shard, file in CommittedFiles(index, ROWS_FILE)
+                    .files(shards)
+                    .items()
+                }
                 if entry == write_filter_table(
                     change.layout, spec, segment, files, columns
                 ):

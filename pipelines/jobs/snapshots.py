@@ -4,7 +4,6 @@ snapshot, and remove old snapshots.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,18 +18,16 @@ from pipelines.metadata import Ignored, source_values
 from pipelines.progress.events import (
     OnEvent,
     ShouldStop,
-    StatusMessage,
     ignore,
     never,
 )
 from storage_formats.arguments import as_list, did_you_mean, optional_count
 from storage_formats.atomic import Json
-from storage_formats.change import Removal, collect_garbage, unfinished_journal
-from storage_formats.errors import RowIdError, UsageError
+from storage_formats.change import Removal, collect_garbage
+from storage_formats.errors import UsageError
 from storage_formats.format.edits import EDIT_SCHEMA, GIVEN, input_hash
 from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
 from storage_formats.format.remote import open_index
-from storage_formats.format.row_map import translate_row_ids
 from storage_formats.format.rows import ROW_SCHEMA, iter_rows, read_index_rows
 from storage_formats.format.source_columns import (
     CAPTION_COLUMNS,
@@ -43,12 +40,7 @@ from storage_formats.format.source_columns import (
     metadata_text,
     python_value,
 )
-from storage_formats.format.tombstones import (
-    RowIds,
-    check_row_ids,
-    check_rows_in_use,
-    rows_in_use,
-)
+from storage_formats.format.tombstones import RowIds, check_row_ids, check_rows_in_use
 from storage_formats.remote.urls import IndexLocation
 
 
@@ -100,10 +92,10 @@ def delete_rows(
         where: filter such as "licence is null", see `edje_index.search.where`. Rows
             that pass the filter are deleted, too.
         erase: True to also remove the data of all deleted rows from the disk. The
-            duplicates of the selected rows are deleted, too. The remaining rows of
-            shards with deleted rows are copied to new shards and get new row ids. All
-            earlier snapshots are removed. Call the function again to finish an
-            interrupted erasure; `rows` and `where` may then be left out.
+            duplicates of deleted rows are deleted, too. The shards with deleted rows
+            are written again, without the data of these rows. All earlier snapshots are
+            removed. Call the function again with the same arguments to finish an
+            interrupted erasure.
         dry_run: True to return the result without changing the index.
         on_event: as in `build_index`.
         should_stop: as in `build_index`.
@@ -122,38 +114,28 @@ def delete_rows(
         >>> result.deleted, result.left, result.snapshot
         ((1, 3), 4, 1)
     """
-    if erase:
-        from pipelines.jobs.copy import compact_index
-
-        compact = functools.partial(
-            compact_index,
-            index,
-            only_shards_with_deleted=True,
-            on_event=on_event,
-            should_stop=should_stop,
-        )
     if not len(rows) and where is None and not erase:
         raise UsageError(
             "no rows are selected; give row ids or a filter",
             parameter="rows",
         )
-    if erase and not dry_run:
-        journal = unfinished_journal(index)
-        # Finish the compaction of an interrupted erasure first.
-        if journal is not None and journal.kind == "compact":
-            compact()
-    with begin(index, "delete", dry_run=dry_run) as change:
+    request = {"rows": [*map(int, rows)], "where": where} if erase else None
+    with begin(index, "delete", request, dry_run=dry_run) as change:
         opened = change.index
         selected, edit = deletion(opened, rows, where, with_duplicates=erase)
+        if erase and not dry_run:
+            from pipelines.jobs.copy import erasure
+
+            edit = erasure(opened, edit)
+        if edit.erases:
+            # With a plan, finished shards are kept if the erasure is stopped.
+            change.store_plan({})
         number = apply(change, edit, on_event, should_stop).manifest.snapshot.number
+    if erase and not dry_run:
+        # An earlier change that was killed may have left files with the data.
+        remove_snapshots(index, keep=1)
     new = len(edit.deleted)
     deleted_rows = opened.manifest.snapshot.deleted_rows + new
-    if erase and not dry_run:
-        on_event(
-            StatusMessage("copying the other rows of the shards with deleted rows")
-        )
-        number = compact().snapshot
-        remove_snapshots(index, keep=1)
     return DeleteResult(
         deleted=tuple(edit.deleted),
         already_deleted=selected - new,
@@ -175,31 +157,18 @@ def deletion(
     `delete_rows`.
 
     Args:
-        with_duplicates: True to select the duplicates of the selected rows, too.
+        with_duplicates: True to select the duplicates of these rows, and of the rows
+            that were deleted before, too.
     """
     spec = index.spec
     given = check_row_ids(rows, spec.rows)
     requested = np.union1d(given, rows_passing(index, where))
-    # An erasure that is finished in a second run gets the same row ids again, although
-    # the first run may have removed these rows. So leave out the ids of removed rows.
-    if with_duplicates:
-        is_used = rows_in_use(requested, spec)
-        unused = requested[~is_used]
-        # Read the row maps only if there are unused ids.
-        new_ids = translate_row_ids(index, unused) if len(unused) else unused
-        for old, new in zip(unused, new_ids, strict=True):
-            if new >= 0:
-                raise RowIdError(
-                    f"row {old} was copied by a compaction and is row {new} now; delete"
-                    " that row",
-                    parameter="rows",
-                )
-        requested = requested[is_used]
     check_rows_in_use(requested, spec)
     if with_duplicates and index.manifest.counts.duplicates:
+        gone = np.union1d(requested, index.deleted.row_ids)
         for table in iter_rows(index, ["row_id", "duplicate_of"]):
             originals = table["duplicate_of"].fill_null(-1).to_numpy()
-            duplicates = table["row_id"].to_numpy()[np.isin(originals, requested)]
+            duplicates = table["row_id"].to_numpy()[np.isin(originals, gone)]
             requested = np.union1d(requested, duplicates)
     new = requested[~index.deleted.contain(requested)].tolist()
     names = ["uri", "uri_raw", "content_hash"]
@@ -348,7 +317,7 @@ def set_columns(
     no token file changes. `roll_back` undoes the change.
 
     A column that the index does not have is added. The values are stored in a separate
-    small file, until `compact_index` writes them to the rows.
+    small file. Copies of rows, such as `compact_index` makes, hold them in the rows.
 
     Args:
         index: directory of the index.

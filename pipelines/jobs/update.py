@@ -557,7 +557,7 @@ def _plan_rows(
     rows = len(changes.refs)
     check_extension_memory(manifest, rows)
     check_disk(change.layout.root, replace(spec, rows=rows, segments=()))
-    first_row = next_first_row(manifest, spec.shard_size)
+    first_row = next_first_row(manifest)
     segments = (*spec.used_segments, Segment(first_row, rows))
     spec = replace(spec, rows=segments[-1].stop, segments=segments)
     plan = Plan(

@@ -67,12 +67,6 @@ class Edits:
         return row_ids
 
     @property
-    def shards(self) -> list[int]:
-        """Numbers of the shards with edited values, ascending."""
-        values = self.lines.filter(pc.invert(self._is_given))["row_id"].drop_null()
-        return [*map(int, np.unique(values.to_numpy() // self.shard_size))]
-
-    @property
     def _is_given(self) -> pa.ChunkedArray:
         """Which lines record a last value from the sources, bool [lines]."""
         return pc.starts_with(self.lines["column"], GIVEN)
@@ -130,7 +124,7 @@ class Edits:
         self,
         new: pa.Table,
         restored: Collection[str] = (),
-        left_out: Collection[int] = (),
+        erased: Ints | None = None,
     ) -> Edits:
         """Return these edits together with the lines `new`, which replace earlier lines
         of the same row and column.
@@ -139,17 +133,16 @@ class Edits:
             new: table with the columns of `EDIT_SCHEMA`.
             restored: hashes of deleted inputs that may be added again. Their lines are
                 left out.
-            left_out: numbers of shards whose lines are left out.
+            erased: int64 [k], ids of rows whose lines are left out.
         """
         lines = pa.concat_tables([self.lines, new])
         if restored:
             of_row = lines["row_id"].is_valid()
             is_restored = pc.is_in(lines["column"], pa.array([*restored], pa.string()))
             lines = lines.filter(pc.or_(of_row, pc.invert(is_restored)))
-        if left_out:
-            numbers = pc.divide(lines["row_id"], self.shard_size)
-            goes = pc.is_in(numbers, pa.array([*left_out], pa.int64()))
-            lines = lines.filter(pc.invert(goes))
+        if erased is not None:
+            is_erased = pc.is_in(lines["row_id"], pa.array(erased, pa.int64()))
+            lines = lines.filter(pc.invert(is_erased))
         # Of several lines for the same row and column, the last one counts. Without
         # threads, grouping keeps the order of the lines.
         last = lines.group_by(["row_id", "column"], use_threads=False).aggregate(

@@ -5,7 +5,7 @@ section 9).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -54,7 +54,7 @@ def write_filter_table(
     layout: Layout,
     spec: IndexSpec,
     segment: Segment,
-    rows_files: dict[int, FileEntry],
+    rows_files: Mapping[int, tuple[Layout, FileEntry]],
     source_columns: Sequence[SourceColumn],
 ) -> FileEntry | None:
     """Write the filter table of a segment, and return its entry. Return None, without
@@ -62,7 +62,8 @@ def write_filter_table(
     already.
 
     Args:
-        rows_files: entry of the rows file of each shard, keyed by shard number.
+        rows_files: layout and entry of the rows file of each shard, keyed by shard
+            number.
         source_columns: source columns of the index.
     """
     shards = spec.segment_shards(segment)
@@ -77,10 +78,9 @@ def write_filter_table(
     ):
         waiting: list[pa.Table] = []
         for shard in shards:
+            source, entry = rows_files[shard]
             waiting.append(
-                read_shard_rows(
-                    layout, shard, schema.names, rows_files[shard], source_columns
-                )
+                read_shard_rows(source, shard, schema.names, entry, source_columns)
             )
             rows = sum(map(len, waiting))
             size = sum(table.nbytes for table in waiting)

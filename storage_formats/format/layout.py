@@ -16,12 +16,8 @@ FORMAT = "edje-index"
 FORMAT_VERSION = "1.0"
 # format version of a snapshot that was written by a change of an index, not by a build
 SNAPSHOT_VERSION = "1.1"
-# format version of an index with source columns or row maps, or with a first row id
-# above 0
+# format version of an index with source columns, or with a first row id above 0
 EXTENDED_VERSION = "1.2"
-# format version of an index in which a compaction renumbered only the rows of some
-# shards, and left the other row ids unchanged
-PARTIAL_VERSION = "1.3"
 # format version of an index with edits
 EDITED_VERSION = "1.4"
 # Format version of an index with an offset block. Its major number is higher, so that
@@ -43,15 +39,13 @@ EMBEDDING_FILE = "embeddings/c.{}.0"
 # paths of files that are named after their CRC-32C, which is the field
 SHARD_TABLE_FILE = "manifest/shards-{:08x}.parquet"
 TOMBSTONES_FILE = "manifest/deleted-{:08x}.bin"
-ROW_MAP_FILE = "manifest/row-map-{:08x}.parquet"
 EDITS_FILE = "manifest/edits-{:08x}.parquet"
 FILTER_FILE = "filters/rows-{:08x}.parquet"
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A range of consecutive rows, written by one build, append or compaction (SPEC.md
-    section 12).
+    """A range of consecutive rows, written by one build or append (SPEC.md section 12).
 
     Attributes:
         first_row: first row id of the segment, a multiple of the shard size.
@@ -178,24 +172,6 @@ class IndexSpec:
             segment.first_row // self.shard_size, -(-segment.stop // self.shard_size)
         )
 
-    def shards_not_in(self, other: IndexSpec) -> set[int]:
-        """Return the numbers of the shards that have files in this index, but not in
-        `other`. Both must have the same `shard_size`.
-        """
-        # An index may have 100,000 shards, but most of its segments are also in
-        # `other`. Segments that both have are skipped as a whole.
-        shared = {*self.used_segments} & {*other.used_segments}
-        own, others = (
-            {
-                shard
-                for segment in spec.used_segments
-                if segment not in shared
-                for shard in spec.segment_shards(segment)
-            }
-            for spec in (self, other)
-        )
-        return own - others
-
     def shard_rows(self, shard: int) -> range:
         """Return the row ids of `shard`. The range is empty if the shard belongs to no
         segment.
@@ -279,6 +255,7 @@ class Layout:
     input_lists = _Below("build/inputs")
     staging = _Below("build/staging")
     receipts = _Below("build/receipts")
+    erased = _Below("build/erased")
     snapshots = _Below("snapshots")
 
     def ann_part(self, crc32c: int) -> Path:

@@ -33,7 +33,6 @@ from storage_formats.format.layout import (
     FORMAT,
     FORMAT_VERSION,
     OFFSET_VERSION,
-    PARTIAL_VERSION,
     SNAPSHOT_VERSION,
     IndexSpec,
     Layout,
@@ -112,44 +111,6 @@ class Snapshot:
     oldest: int | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True)
-class RowMap:
-    """The entry of a row map in the manifest. Each compaction writes one row map
-    (SPEC.md section 12.1).
-
-    Attributes:
-        file: entry of the file with the old and new row ids.
-        first_row: lowest row id that the compaction assigned. The row map translates
-            row ids below `first_row`. All other row ids were assigned by the compaction
-            or after it.
-        is_partial: True if only some shards were compacted. Row ids below `first_row`
-            that the row map does not list are then unchanged. If it is False, such row
-            ids belong to deleted rows.
-    """
-
-    file: FileEntry
-    first_row: int
-    is_partial: bool = False
-
-    def to_json(self) -> Json:
-        """Return this entry as a JSON object."""
-        value = {**self.file.to_json(), "first_row": self.first_row}
-        return {**value, "partial": True} if self.is_partial else value
-
-    @classmethod
-    def from_json(cls, value: Json) -> RowMap:
-        """Return the entry described by `value`, a result of `to_json`.
-
-        Raises:
-            KeyError, TypeError, ValueError: a member is missing or not valid.
-        """
-        return cls(
-            FileEntry.from_json(value),
-            read_json(int, value["first_row"], "first_row"),
-            read_json(bool, value.get("partial", False), "partial"),
-        )
-
-
 class AnnFile(TypedDict, total=False):
     """The entry of a file of the nearest-neighbour index (SPEC.md section 10)."""
 
@@ -226,7 +187,6 @@ class _Members:
     deleted: Json | None = None
     offset: Json | None = None
     columns: tuple[SourceColumn, ...] = ()
-    row_maps: tuple[RowMap, ...] = ()
     edits: tuple[FileEntry, ...] = ()
     filter_tables: tuple[FileEntry | None, ...] = ()
 
@@ -243,7 +203,6 @@ class Manifest:
             of the precisions that its blocks passed through, first to last.
         snapshot: number and origin of the snapshot, and its deleted rows.
         columns: source columns of the rows table.
-        row_maps: entries of the row maps, oldest first (SPEC.md section 12.1).
         edits: entries of the files of edits, oldest first (SPEC.md section 12.5).
         filter_tables: entry of the filter table of each segment, or None for a segment
             without a filter table. Empty if no segment has a filter table.
@@ -266,7 +225,6 @@ class Manifest:
     encoded_from: dict[str, tuple[str, ...]] = field(default_factory=dict)
     snapshot: Snapshot = field(default_factory=Snapshot)
     columns: tuple[SourceColumn, ...] = ()
-    row_maps: tuple[RowMap, ...] = ()
     edits: tuple[FileEntry, ...] = ()
     filter_tables: tuple[FileEntry | None, ...] = ()
 
@@ -382,7 +340,6 @@ class Manifest:
                 for segment, table in tables
             ]
         for name, entries in (
-            ("row_maps", self.row_maps),
             ("columns", self.columns),
             ("edits", self.edits),
         ):
@@ -420,10 +377,7 @@ class Manifest:
         versions = {
             OFFSET_VERSION: self.spec.offset,
             EDITED_VERSION: self.edits,
-            PARTIAL_VERSION: any(row_map.is_partial for row_map in self.row_maps),
-            EXTENDED_VERSION: (
-                self.columns or self.row_maps or self.spec.used_segments[0].first_row
-            ),
+            EXTENDED_VERSION: self.columns or self.spec.used_segments[0].first_row,
             SNAPSHOT_VERSION: snapshot.number or snapshot.change,
         }
         needed = (version for version, use in versions.items() if use)
@@ -449,14 +403,13 @@ class Manifest:
     @property
     def own_files(self) -> list[FileEntry]:
         """The entries of all files that the manifest itself names: shard tables,
-        tombstones, row maps, edits, filter tables, and the files of the
-        nearest-neighbour index and of the offset block.
+        tombstones, edits, filter tables, and the files of the nearest-neighbour index
+        and of the offset block.
         """
         deleted = [] if self.snapshot.deleted is None else [self.snapshot.deleted]
         return [
             *self.shard_tables,
             *deleted,
-            *(row_map.file for row_map in self.row_maps),
             *self.ann_files,
             *self.offset_files,
             *self.edits,
@@ -515,6 +468,11 @@ class CommittedIndex:
         """Open the index at `root`. For the arguments and errors, see
         `Manifest.load`.
         """
+        if Layout(as_path(root, "root")).erased.exists():
+            # The files of the index do not match a committed erasure before it ends.
+            from storage_formats.change import finish_committed
+
+            finish_committed(root)
         return cls(as_path(root, "root").absolute(), Manifest.load(root, snapshot))
 
     def undeleted(self) -> CommittedIndex:
@@ -716,7 +674,6 @@ def _manifest(members: _Members) -> Manifest:
             oldest,
         ),
         columns=members.columns,
-        row_maps=members.row_maps,
         edits=members.edits,
         filter_tables=members.filter_tables,
     )

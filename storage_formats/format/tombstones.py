@@ -175,24 +175,10 @@ def check_rows_in_use(row_ids: Ints, spec: IndexSpec) -> None:
     """Raise RowIdError if one of `row_ids` [k] belongs to no segment. All row ids must
     be in 0..rows - 1.
     """
-    refuse_before_first(row_ids, spec)
     unused = row_ids[~rows_in_use(row_ids, spec)]
     if len(unused):
         raise RowIdError(
             f"row id {unused[0]} belongs to no input; leave this row id out"
-        )
-
-
-def refuse_before_first(row_ids: Ints, spec: IndexSpec) -> None:
-    """Raise RowIdError if a row id lies before the first segment. A compaction gave
-    such a row another row id, or left it out.
-    """
-    first = spec.used_segments[0].first_row
-    if first and len(row_ids) and (lowest := int(row_ids.min())) < first:
-        raise RowIdError(
-            f"row id {lowest} is below {first}, the first row id of the index: a"
-            " compaction renumbered the row; translate row ids with"
-            " TokenStore.translate"
         )
 
 
@@ -215,22 +201,15 @@ def read_tombstones(root: Path, spec: IndexSpec, snapshot: Snapshot) -> Tombston
     return tombstones
 
 
-def live_rows(index: CommittedIndex, shards: Sequence[int] | None = None) -> Ints:
+def live_rows(index: CommittedIndex) -> Ints:
     """Return the row ids of all rows that are not deleted, int64 [n], ascending. Some
     of these rows may be holes.
-
-    Args:
-        shards: numbers of the shards whose rows are returned. None returns the rows of
-            all shards.
     """
-    spec = index.spec
     parts = [
         np.arange(segment.first_row, segment.stop, dtype=np.int64)
-        for segment in spec.used_segments
+        for segment in index.spec.used_segments
     ]
     row_ids = np.concatenate(parts)
-    if shards is not None:
-        row_ids = row_ids[np.isin(row_ids // spec.shard_size, shards)]
     return row_ids[~index.deleted.contain(row_ids)]
 
 

@@ -1,6 +1,7 @@
 """Copies of rows and of whole shards. Records are copied without decoding.
 
-Compactions and copies of a part of an index copy rows. Merges copy whole shards.
+Compactions, copies of a part of an index, and erasures copy rows. Merges copy whole
+shards.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ from storage_formats.format.rows import (
     DUPLICATE,
     FAILED,
     INDEXED,
+    RowEntry,
     read_index_rows,
     read_shard_rows,
+    rows_table,
 )
 from storage_formats.format.shard_table import EXCHANGED, FileEntry
 from storage_formats.format.source_columns import SourceColumn
+from storage_formats.format.tombstones import Tombstones
 from storage_formats.reading.embeddings import read_shard_embeddings
 from storage_formats.reading.memory import aligned_bytes
 from storage_formats.shard_check import shard_paths
@@ -41,6 +45,8 @@ from storage_formats.token_store import TokenStore
 from storage_formats.writing.shard_writer import ShardWriter
 
 PIECE_BYTES = 8 << 20
+ERASED = "erased"
+"""The reason of the failed rows whose data an erasure has removed."""
 _LOST_ORIGINAL = {
     "status": FAILED,
     "reason": "original-deleted",
@@ -51,19 +57,31 @@ Stop = Callable[[], bool]
 
 
 class RowCopier:
-    """Copies rows of an index to new shards of the same index or of another index, and
-    gives them new row ids. All data that is read is compared with its checksums.
+    """Copies rows of an index to new shards, and gives them new row ids. All data that
+    is read is compared with its checksums.
 
     Args:
         source: index to read.
-        target: layout of the index to write. It may be the layout of `source`.
+        target: layout of the index to write.
         spec: shape of the index to write.
+        renumber: takes row ids of the source, and returns their row ids in the target,
+            or -1 for rows that are not copied.
+        erased: rows that get neither data nor a name in the target.
     """
 
-    def __init__(self, source: CommittedIndex, target: Layout, spec: IndexSpec) -> None:
+    def __init__(
+        self,
+        source: CommittedIndex,
+        target: Layout,
+        spec: IndexSpec,
+        renumber: Callable[[Ints], Ints],
+        erased: Tombstones | None = None,
+    ) -> None:
         self._source = source
         self._target = target
         self._spec = spec
+        self._renumber = renumber
+        self._erased = erased
         self._stores = {name: TokenStore(source, name) for name in spec.precisions}
         sizes = [store.record_bytes for store in self._stores.values()]
         # The buffer is reused, because new memory for each piece would cost a page
@@ -80,7 +98,6 @@ class RowCopier:
         self,
         shard: int,
         row_ids: Ints,
-        renumber: Callable[[Ints], Ints],
         plan: str,
         should_stop: Stop,
     ) -> ShardReceipt:
@@ -91,8 +108,6 @@ class RowCopier:
             shard: number of the shard in the target.
             row_ids: int64 [k], row ids that the k rows of the shard have in the source,
                 in the order of their new row ids.
-            renumber: takes row ids of the source, and returns their new row ids in the
-                target, or -1 for rows that are not copied.
             plan: fingerprint of the copy, which is stored in the receipt.
             should_stop: called before each piece of the tokens. True stops the copy.
 
@@ -101,8 +116,10 @@ class RowCopier:
                 removed.
         """
         table = read_index_rows(self._source, row_ids)
-        originals = renumber(table["duplicate_of"].fill_null(-1).to_numpy())
+        originals = self._renumber(table["duplicate_of"].fill_null(-1).to_numpy())
         rows = with_row_ids(table, self._spec.shard_rows(shard), originals.tolist())
+        if self._erased is not None:
+            rows = without_rows(rows, self._erased)
         indexed = np.flatnonzero(rows["status"].to_numpy() == INDEXED)
         with ShardWriter(self._target.root, self._spec, shard) as writer:
             for name, file in writer.tokens.items():
@@ -222,6 +239,23 @@ def with_row_ids(table: pa.Table, row_ids: range, originals: Sequence[int]) -> p
         values = pa.array([line[name] for line in lines], field.type)
         table = table.set_column(position, field, values)
     return table
+
+
+def without_rows(table: pa.Table, erased: Tombstones) -> pa.Table:
+    """Return a rows table in which each of the rows `erased` is a failed row without a
+    name and without values.
+    """
+    row_ids = table["row_id"].to_numpy()
+    is_erased = erased.contain(row_ids)
+    blank = rows_table(
+        [
+            RowEntry(row_id, "", status=FAILED, reason=ERASED)
+            for row_id in row_ids[is_erased].tolist()
+        ]
+    )
+    kept = table.filter(pa.array(~is_erased))
+    joined = pa.concat_tables([kept, blank], promote_options="default")
+    return joined.sort_by("row_id")
 
 
 def count_values(

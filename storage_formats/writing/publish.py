@@ -102,9 +102,10 @@ def new_manifest(
 def write_tables(
     layout: Layout,
     spec: IndexSpec,
-    receipts: Iterable[ShardReceipt],
+    receipts: Sequence[ShardReceipt],
     columns: Sequence[SourceColumn],
     before: CommittedIndex | None = None,
+    written: Layout | None = None,
 ) -> Json:
     """Write the shard tables and the filter tables of the segments of `spec`. Return
     values for the attributes `shard_tables` and `filter_tables` of `Manifest`.
@@ -115,8 +116,16 @@ def write_tables(
         columns: source columns of the index after the change.
         before: the index before the change. Tables of unchanged segments are reused.
             None if the index is new.
+        written: layout with the files of `receipts`, if they will replace files of
+            `layout` later.
     """
+    written = written or layout
     lines = [(receipt.shard, file) for receipt in receipts for file in receipt.files]
+    new_paths = {file.path for _, file in lines}
+    # shards whose rows the change wrote
+    new_shards = {
+        shard for shard, file in lines if file.path == ROWS_FILE.format(shard)
+    }
     tables: dict[Segment, FileEntry] = {}
     filters: dict[Segment, FileEntry | None] = {}
     if before is not None:
@@ -126,24 +135,25 @@ def write_tables(
         # existing segments of such an index get None, because all their rows would have
         # to be read to write filter tables.
         stored_filters = manifest.filter_tables or repeat(None)
-        filters = dict(zip(old.used_segments, stored_filters, strict=False))
-        if spec.precisions == old.precisions:
-            tables = dict(zip(old.used_segments, manifest.shard_tables, strict=True))
-        needed = {
-            shard
-            for segment in {*spec.used_segments} - tables.keys()
-            for shard in spec.segment_shards(segment)
-        }
-        # A table to write may need lines of shards that existed before the change,
-        # which are in the tables of `before`.
-        if needed - spec.shards_not_in(old):
+        for segment, table, filter_table in zip(
+            old.used_segments, manifest.shard_tables, stored_filters, strict=False
+        ):
+            if new_shards.isdisjoint(spec.segment_shards(segment)):
+                filters[segment] = filter_table
+                if spec.precisions == old.precisions:
+                    tables[segment] = table
+        # A new table of an existing segment needs lines of the old table, too.
+        if not tables.keys() >= {*spec.used_segments} & {*old.used_segments}:
             dropped = tuple(
                 f"{folder}/{name}/"
                 for name in {*old.precisions} - {*spec.precisions}
                 for folder in ("tokens", "checksums")
             )
-            stored = before.shard_files()
-            lines += [line for line in stored if not line[1].path.startswith(dropped)]
+            lines += [
+                (shard, file)
+                for shard, file in before.shard_files()
+                if file.path not in new_paths and not file.path.startswith(dropped)
+            ]
     for segment in spec.used_segments:
         shards = spec.segment_shards(segment)
         of_segment = [line for line in lines if line[0] in shards]
@@ -151,7 +161,7 @@ def write_tables(
             tables[segment] = write_shard_table(layout, of_segment)
         if segment not in filters:
             rows = {
-                shard: file
+                shard: (written if shard in new_shards else layout, file)
                 for shard, file in of_segment
                 if file.path == ROWS_FILE.format(shard)
             }

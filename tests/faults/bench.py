@@ -92,7 +92,7 @@ CASES = {
     "delete": ("built", "delete INDEX --rows 1"),
     "edit": ("deleted", "edit INDEX --rows 1 --set title=lake"),
     "erase": ("built", "delete INDEX --rows 1 --erase"),
-    "compact": ("deleted", "compact INDEX"),
+    "compact": ("", "compact deleted --out INDEX"),
     "merge": ("", "merge built other --out INDEX"),
     "copy": ("", "copy deleted INDEX"),
     "copy-rows": ("", "copy built INDEX --rows 0 --rows 4"),
@@ -112,7 +112,7 @@ CASES = {
     "delete-lived": ("lived", "delete INDEX --rows 0 --rows 9"),
     "edit-lived": ("lived", "edit INDEX --rows 1 --rows 8 --set title=sea"),
     "erase-lived": ("lived", "delete INDEX --rows 9 --erase"),
-    "compact-lived": ("lived", "compact INDEX"),
+    "compact-lived": ("", "compact lived --out INDEX"),
     "merge-lived": ("", "merge lived two --out INDEX"),
     "copy-lived": ("", "copy lived INDEX"),
     "requantize-lived": ("lived", "quantize INDEX --to nvfp4 --drop fp8"),
@@ -123,7 +123,14 @@ CASES = {
 writes or changes.
 """
 # once done, the same command does not do
-_CHANGES_AGAIN = ("rollback", "merge", "copy", "copy-rows", "import-arrays")
+_CHANGES_AGAIN = (
+    "rollback",
+    "merge",
+    "copy",
+    "copy-rows",
+    "compact",
+    "import-arrays",
+)
 # each file or snapshot counts
 _SEVERAL_CHANGES = ("erase", "gc", "repair")
 

@@ -97,6 +97,9 @@ def request_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Request]
         ("copy-rows", "crashes", {"most": 10}),
         ("edit", "crashes", {"most": 40}),
         ("append-lived", "crashes", {"most": 10}),
+        ("erase", "crashes", {"most": 10}),
+        # readers see no file of before the erasure
+        ("erase", "crashes", {"only": r"rename index/build/erased/[rte]"}),
         # removed what the new snapshot names
         ("delete", "errors", {"fault": "EIO", "only": "fsync .*/index$"}),
         # the next run refused the directory

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -48,7 +47,6 @@ class State:
 
     photos: dict[int, int]
     rows: int
-    first: int = 0
     deleted: int = 0
     removed: frozenset[str] = frozenset()
     precisions: frozenset[str] = frozenset({"bf16"})
@@ -104,37 +102,17 @@ class Model:
             deleted=self.now.deleted + deleted,
         )
 
-    def compacted(self) -> State | None:
-        """The state without deleted rows, or, if there are none, with the shards that
-        are not full joined; None if that makes no fewer.
-        """
-        moved = list(self.now.photos)
-        if not self.now.deleted:
-            shards = Counter(row // SHARD for row in self.now.photos)
-            small = {shard for shard, rows in shards.items() if rows < SHARD}
-            moved = [row for row in self.now.photos if row // SHARD in small]
-            if -(-len(moved) // SHARD) >= len(small):
-                return None
-        first = self.next_shard * SHARD
-        photos = {
-            row: photo for row, photo in self.now.photos.items() if row not in moved
-        }
-        photos |= dict(enumerate((self.now.photos[row] for row in moved), first))
-        return replace(
-            self.now,
-            photos=photos,
-            rows=first + len(moved),
-            first=min(photos),
-            deleted=0,
-        )
+    def compacted(self) -> State:
+        """The state of a new index without deleted rows."""
+        photos = dict(enumerate(self.now.photos.values()))
+        return replace(self.now, photos=photos, rows=len(photos), deleted=0)
 
     def merged(self, photos: list[int]) -> State:
         """The state of a new index of this one and of an index of `photos`, in
         which rows are numbered from 0. What was deleted stays so.
         """
-        offset = -(-(self.now.rows - self.now.first) // SHARD) * SHARD
-        rows = {row - self.now.first: photo for row, photo in self.now.photos.items()}
-        held = set(rows.values()) - {BROKEN}
+        offset = -(-self.now.rows // SHARD) * SHARD
+        held = set(self.now.photos.values()) - {BROKEN}
         new = {
             offset + position: photo
             for position, photo in enumerate(photos)
@@ -143,9 +121,8 @@ class Model:
         deleted = self.now.deleted + len(photos) - len(new)
         return replace(
             self.now,
-            photos={**rows, **new},
+            photos={**self.now.photos, **new},
             rows=offset + len(photos),
-            first=0,
             deleted=deleted,
         )
 
@@ -371,31 +348,14 @@ class Trial:
         return after, [option for row in rows for option in ("--rows", row)]
 
     def erase(self, step: int) -> None:
-        """Rows are deleted; then the other rows of their shards move, where the row
-        map says, and get new ids.
+        """Rows are deleted, and their data are removed. The other rows keep their
+        ids.
         """
         after, options = self._without_some_rows()
         if after is None:
             return
         before = self.model.number
         self._run(after, "delete", self.root, *options, "--erase")
-        rows = np.array(list(after.photos))
-        spec = Manifest.load(self.root).spec
-        erased = [row for row in options if isinstance(row, int)]
-        with TokenStore.open(self.root) as store:
-            moved = store.translate(rows)
-            gone = store.translate(erased)
-        moves = np.isin(rows // SHARD, [row // SHARD for row in erased])
-        assert (moved[moves] >= self.model.next_shard * SHARD).all(), (
-            "new ids, so that no old id names another photo"
-        )
-        assert (moved >= 0).all()
-        assert (gone == -1).all()
-        photos = dict(sorted(zip(moved.tolist(), after.photos.values(), strict=True)))
-        first = spec.used_segments[0].first_row
-        self.model.commit(
-            replace(after, photos=photos, rows=spec.rows, first=first, deleted=0)
-        )
         self.model.keep(1)
         run("rollback", self.root, before, expect=(2,))
 
@@ -405,7 +365,15 @@ class Trial:
             run("update", self.root, "--retry-failed", "--engine", "inline", "--quiet")
 
     def compact(self, step: int) -> None:
-        self._run(self.model.compacted(), "compact", self.root)
+        """The later changes are changes of the new index."""
+        out = self.folder / f"dense-{step}.edje"
+        run("compact", self.root, "--out", out)
+        self._go_on(out, self.model.compacted())
+
+    def _go_on(self, root: Path, state: State) -> None:
+        self.root = root
+        self.model.snapshots = {0: state}
+        self.model.next_shard = -(-state.rows // SHARD)
 
     def rollback(self, step: int) -> None:
         numbers = sorted(self.model.snapshots)[:-1]
@@ -435,10 +403,7 @@ class Trial:
         sources = write_photos(self.folder / f"sources-{step}", photos)
         build(sources, other, self.bundle, self.model.now.precisions)
         run("merge", self.root, other, "--out", out)
-        after = self.model.merged(photos)
-        self.root = out
-        self.model.snapshots = {0: after}
-        self.model.next_shard = -(-after.rows // SHARD)
+        self._go_on(out, self.model.merged(photos))
         self.merges += 1
 
     def _run(self, after: State | None, *arguments: object) -> None:

@@ -129,7 +129,8 @@ def test_later_changes_keep_the_offset(root, tmp_path):
     # the rows that are left have another mean
     quantize_index(root, ["sign1"])
     np.testing.assert_array_equal(TokenStore.open(root, "sign1").offset, offset)
-    compact_index(root)
+    compact_index(root, tmp_path / "dense")
+    root = tmp_path / "dense"
     store = TokenStore.open(root, "nvfp4")
     np.testing.assert_array_equal(store.offset, offset)
     copy_index(root, tmp_path / "copy")

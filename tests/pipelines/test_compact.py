@@ -1,4 +1,6 @@
-"""Compactions: the rows that are left, their new ids, damage, and stops."""
+"""Compactions and erasures: the rows that are left, their ids, damage, and what no file
+holds afterwards.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,27 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
-from pipelines import JobStopped, compact_index, delete_rows
-from pipelines.jobs.snapshots import remove_snapshots, roll_back
+from pipelines import (
+    JobStopped,
+    compact_index,
+    delete_rows,
+    quantize_index,
+    repair_index,
+)
+from pipelines.jobs.ann import add_ann
+from pipelines.jobs.snapshots import history, remove_snapshots, set_columns
 from storage_formats import (
     CorruptIndexError,
+    DeletedRowError,
     IndexSpec,
     Manifest,
-    RowIdError,
     TokenStore,
     UsageError,
+    change,
     read_rows,
-    verify_index,
 )
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout
@@ -40,111 +50,50 @@ def index(tmp_path):
     return root, write_random_index(root, SPEC, failed=FAILED, duplicates=DUPLICATES)
 
 
-def check_rows(root: Path, blocks: np.ndarray, kept: list[int]) -> None:
-    """The index holds the rows `kept` of the original index, whose blocks are
-    `blocks`, and translates their ids.
-    """
-    assert problems_and_counts(root) == []
-    for precision in SPEC.precisions:
-        with TokenStore.open(root, precision) as store:
-            new = store.translate(range(SPEC.rows))
-            assert [row for row in range(SPEC.rows) if new[row] >= 0] == kept
-            assert store.row_ids().tolist() == new[kept].tolist()
-            if precision == "bf16":
-                assert same_bits(store.fetch(new[kept]), blocks[kept])
-            else:
-                with TokenStore.open(root, precision, snapshot=0) as before:
-                    assert (
-                        store.fetch_records(new[kept]) == before.fetch_records(kept)
-                    ).all()
-    now = CommittedIndex.open(root)
-    before = CommittedIndex.open(root, snapshot=0)
+def contents(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_the_other_rows_are_copied(index, tmp_path):
+    root, blocks = index
+    delete_rows(root, rows=[1, 8, 20, 36])
+    before = contents(root)
+    dense = tmp_path / "dense"
+    result = compact_index(root, dense)
+    assert (result.rows, result.removed, result.shards) == (33, 4, 5)
+    assert contents(root) == before
+    kept = [row for row in range(SPEC.rows) if row not in (1, 8, 20, 36)]
+    assert problems_and_counts(dense) == []
+    with TokenStore.open(dense) as store:
+        assert store.row_ids().tolist() == list(range(33))
+        assert same_bits(store.fetch(range(33)), blocks[kept])
+    with TokenStore.open(dense, "fp8") as store, TokenStore.open(root, "fp8") as old:
+        assert (store.fetch_records(range(33)) == old.fetch_records(kept)).all()
     np.testing.assert_array_equal(
-        read_embeddings(now, new[kept]), read_embeddings(before, kept)
+        read_embeddings(CommittedIndex.open(dense), range(33)),
+        read_embeddings(CommittedIndex.open(root), kept),
     )
-    lines = read_rows(root).to_pylist()
+    lines = read_rows(dense).to_pylist()
     assert [line["uri"] for line in lines] == [f"/photos/{row}.jpg" for row in kept]
     assert [line["size"] for line in lines] == kept
+    assert [each["duplicate_of"] for each in lines if each["duplicate_of"] is not None]
+    manifest = Manifest.load(dense)
+    assert manifest.counts.failed == {"truncated": 1}
+    assert manifest.snapshot.change["kind"] == "compact"
 
 
-def test_the_other_rows_are_copied(index):
-    root, blocks = index
-    files = {
-        path: path.read_bytes()
-        for path in root.rglob("*")
-        if path.is_file() and path.suffix != ".json"
-    }
-    delete_rows(root, rows=[1, 8, 20, 36])
-    result = compact_index(root)
-    kept = [row for row in range(SPEC.rows) if row not in (1, 8, 20, 36)]
-    assert (
-        result.rows,
-        result.removed,
-        result.first_row,
-        result.shards,
-        result.snapshot,
-    ) == (33, 4, 40, 5, 2)
-    check_rows(root, blocks, kept)
-    assert {path: path.read_bytes() for path in files} == files
-    manifest = Manifest.load(root)
-    assert (
-        manifest.counts.indexed,
-        manifest.counts.duplicates,
-        manifest.counts.failed,
-    ) == (30, 2, {"truncated": 1})
-    assert [
-        row["duplicate_of"]
-        for row in read_rows(root).to_pylist()
-        if row["status"] == "duplicate"
-    ] == [40, 40]
-    with pytest.raises(
-        RowIdError, match=r"39 is below 40.*a compaction renumbered the row.*translate"
-    ):
-        TokenStore.open(root).fetch([50, 39])
-    for call in (lambda: read_rows(root, [3]), lambda: delete_rows(root, rows=[3])):
-        with pytest.raises(RowIdError, match="3 is below 40"):
-            call()
-    again = compact_index(root)
-    assert (again.removed, again.row_map, again.snapshot) == (0, None, 2)
-    with TokenStore.open(root, snapshot=0) as store:
-        assert same_bits(store.fetch([1, 8]), blocks[[1, 8]])
-    remove_snapshots(root, 1)
-    assert problems_and_counts(root) == []
-    assert sorted(path.name for path in (root / "rows").iterdir()) == [
-        f"{shard:08d}.parquet" for shard in range(5, 10)
-    ]
-
-
-def test_maps_of_several_compactions_follow_one_another(index):
-    root, blocks = index
-    left = list(range(SPEC.rows))
-    rng = np.random.default_rng(0)
-    for _ in range(3):
-        chosen = rng.choice(left, 6, replace=False).tolist()
-        with TokenStore.open(root) as store:
-            delete_rows(root, rows=store.translate(chosen).tolist())
-        compact_index(root)
-        left = [row for row in left if row not in chosen]
-        check_rows(root, blocks, left)
-    roll_back(root, 2)
-    assert (
-        TokenStore.open(root).translate(range(SPEC.rows)) >= 0
-    ).sum() == SPEC.rows - 6
-    assert problems_and_counts(root) == []
-
-
-def test_a_duplicate_without_its_original_is_a_failed_row(index):
+def test_a_duplicate_without_its_original_is_a_failed_row(index, tmp_path):
     root, _ = index
     delete_rows(root, rows=[0, 9])
-    compact_index(root)
-    manifest = Manifest.load(root)
+    compact_index(root, tmp_path / "dense")
+    manifest = Manifest.load(tmp_path / "dense")
     assert (manifest.counts.duplicates, manifest.counts.failed) == (
         0,
         {"original-deleted": 1, "truncated": 2},
     )
     (line,) = [
         row
-        for row in read_rows(root).to_pylist()
+        for row in read_rows(tmp_path / "dense").to_pylist()
         if row["reason"] == "original-deleted"
     ]
     assert (line["uri"], line["status"], line["duplicate_of"]) == (
@@ -152,7 +101,7 @@ def test_a_duplicate_without_its_original_is_a_failed_row(index):
         "failed",
         None,
     )
-    assert problems_and_counts(root) == []
+    assert problems_and_counts(tmp_path / "dense") == []
 
 
 def flip(path: Path, offset: int) -> None:
@@ -161,56 +110,126 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.parametrize("job", ["compact", "erase"])
 @pytest.mark.parametrize(
     "file", ["tokens/bf16/c.1.0.0", "rows/00000001.parquet", "embeddings/c.1.0"]
 )
-def test_damage_is_never_copied(index, file):
+def test_damage_is_never_copied(index, tmp_path, file, job):
     root, _ = index
     delete_rows(root, rows=[8])
     manifest = (root / "index.json").read_bytes()
+
+    def run() -> None:
+        if job == "compact":
+            compact_index(root, tmp_path / "dense")
+        else:
+            delete_rows(root, erase=True)
+
     flip(root / file, 100)
-    with pytest.raises(
-        JobStopped, match=Path(file).name if "bf16" not in file else "row 11 is damaged"
-    ):
-        compact_index(root)
+    with pytest.raises((JobStopped, CorruptIndexError)) as caught:
+        run()
+    part = Path(file).name if "bf16" not in file else "row 11 is damaged"
+    assert part in str(caught.value)
     assert (root / "index.json").read_bytes() == manifest
     flip(root / file, 100)
-    assert compact_index(root).rows == 36
-    assert problems_and_counts(root) == []
+    run()
+    assert problems_and_counts(root if job == "erase" else tmp_path / "dense") == []
 
 
-def test_an_index_without_rows_is_refused(index):
+def test_what_cannot_be_compacted_is_refused(index, tmp_path, run):
     root, _ = index
+    code, _, err = run("compact", root)
+    assert code == 2
+    assert f"run 'edje-index compact {root} --out NEW'" in err
     delete_rows(root, rows=range(SPEC.rows))
     with pytest.raises(UsageError, match="all its rows are deleted"):
-        compact_index(root)
+        compact_index(root, tmp_path / "dense")
 
 
-def test_a_row_that_was_renumbered_and_erased_has_no_id(index):
-    root, _ = index
-    delete_rows(root, rows=[3], erase=True)
-    moved = int(TokenStore.open(root).translate([4])[0])
-    delete_rows(root, rows=[moved], erase=True)
-    # the index has fewer rows than the old id
-    row_ids = np.array([3, 4, moved, 10**6, 1 << 63], dtype=np.uint64)
-    assert (TokenStore.open(root).translate(row_ids) == -1).all()
-    assert TokenStore.open(root).translate([-1, -(10**6)]).tolist() == [-1, -1]
+def test_no_file_holds_what_was_erased(index):
+    root, blocks = index
+    erased = [0, 3, 9, 17, 30]
+    add_ann(root)
+    quantize_index(root, ["sign1"])
+    set_columns(root, [0, 3, 4], {"title": ["Jane Doe", "Joe Roe", "Sea"]})
+    embeddings = read_embeddings(CommittedIndex.open(root), erased)
+    needles = [f"/photos/{row}.jpg".encode() for row in erased]
+    needles += [f"{row:064x}".encode() for row in erased]
+    needles += [b"Jane Doe", b"Joe Roe"]
+    needles += [each.tobytes() for each in embeddings if not np.isnan(each).any()]
+    for name in ("bf16", "fp8", "sign1"):
+        with TokenStore.open(root, name) as store:
+            needles += [each.tobytes() for each in store.fetch_records([0, 3, 17])]
+    assert all(holders(root, needle) for needle in needles)
+    # Rows that were deleted before, and duplicates of deleted rows, are erased, too.
+    delete_rows(root, rows=[0])
+    result = delete_rows(root, rows=[3, 17], erase=True)
+    assert (result.deleted, result.erased) == ((3, 9, 17, 30), 5)
+    assert [path for needle in needles for path in holders(root, needle)] == []
+    assert [entry.kind for entry in history(root)] == ["delete"]
+    # The other rows keep their ids, and later changes work.
+    kept = [row for row in range(SPEC.rows) if row not in erased]
+    for _ in range(2):
+        assert problems_and_counts(root) == []
+        with TokenStore.open(root) as store:
+            assert store.row_ids().tolist() == kept
+            assert same_bits(store.fetch(kept), blocks[kept])
+            with pytest.raises(DeletedRowError):
+                store.fetch([3])
+        names = read_rows(root, kept, ["uri"])["uri"].to_pylist()
+        assert names == [f"/photos/{row}.jpg" for row in kept]
+        assert repair_index(root).repaired == ()
+        quantize_index(root, ["int8"])
+    assert Manifest.load(root).counts.failed == {"erased": 5, "truncated": 2}
+    number = history(root)[-1].snapshot
+    assert delete_rows(root, rows=[3], erase=True).snapshot == number
 
 
-@pytest.mark.parametrize("harm", ["flipped", "not a map"])
-def test_a_damaged_row_map_is_one_clear_error(index, harm):
-    root, _ = index
-    delete_rows(root, rows=[3])
-    path = Path(compact_index(root).row_map)
-    if harm == "flipped":
-        flip(path, 50)
-    else:
-        value = json.loads((root / "index.json").read_text())
-        value["row_maps"][0] = {**value["shard_table"], "first_row": 40}
-        (root / "index.json").write_text(
-            json.dumps({**value, "crc32c": json_checksum(value)})
-        )
-    with pytest.raises(CorruptIndexError, match=r"row.map"):
-        TokenStore.open(root).translate([1])
-    assert "row-map" in [problem.code for problem in verify_index(root)]
-    assert Layout(root).manifest.exists()
+def holders(root: Path, needle: bytes) -> list[str]:
+    """The files that hold the bytes `needle`. Columns of Parquet files are compared as
+    text, because they are compressed.
+    """
+    found = []
+    for path in root.rglob("*"):
+        if path.is_file():
+            data = path.read_bytes()
+            if path.suffix == ".parquet":
+                data += str(pq.read_table(path).to_pylist()).encode()
+            if needle in data:
+                found.append(str(path.relative_to(root)))
+    return found
+
+
+def test_a_reader_ends_an_erasure_that_was_killed_after_its_commit(index, monkeypatch):
+    root, blocks = index
+
+    def killed(layout: Layout) -> None:
+        if layout.erased.exists():
+            raise OSError(5, "killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(change, "_replace_shards", killed)
+        with pytest.raises(change.EdjeError, match="the change is committed"):
+            delete_rows(root, rows=[3], erase=True)
+    with TokenStore.open(root) as store:
+        assert same_bits(store.fetch([1, 2, 4]), blocks[[1, 2, 4]])
+    assert problems_and_counts(root) == []
+    assert not Layout(root).journal.exists()
+
+
+def test_the_row_map_of_an_earlier_version_is_ignored(index):
+    root, blocks = index
+    value = json.loads((root / "index.json").read_text())
+    entry = {**value["shard_table"], "path": "manifest/row-map-0000000a.parquet"}
+    value["row_maps"] = [{**entry, "first_row": 40, "partial": True}]
+    (root / "index.json").write_text(
+        json.dumps({**value, "crc32c": json_checksum(value)})
+    )
+    (root / entry["path"]).write_bytes(b"row map")
+    assert problems_and_counts(root) == []
+    assert same_bits(TokenStore.open(root).fetch([4]), blocks[[4]])
+    delete_rows(root, rows=[1])
+    assert "row_maps" not in json.loads((root / "index.json").read_text())
+    remove_snapshots(root, 1)
+    assert not (root / entry["path"]).exists()
+    assert problems_and_counts(root) == []

@@ -15,7 +15,7 @@ import pytest
 
 from edje_index.search.rows import IndexRows
 from pipelines import compact_index, copy_index, delete_rows, merge_indexes
-from pipelines.jobs.snapshots import history, remove_snapshots, roll_back, set_columns
+from pipelines.jobs.snapshots import history, roll_back, set_columns
 from storage_formats import (
     CorruptIndexError,
     IndexSpec,
@@ -136,29 +136,20 @@ def test_compaction_merge_and_copy_write_the_values_to_the_rows(index, tmp_path)
     set_columns(index, [0, 1, 20, 36], {"title": ["a", "b", "c", "d"]})
     part = tmp_path / "part"
     copy_index(index, part, where="title in ('b', 'd')")
-    # the values of the user and those of the sources
-    assert len(Manifest.load(part).edits) == 1
     assert column(part, "title") == {0: "b", 1: "d"}
     merged = tmp_path / "merged"
     merge_indexes([index, part], merged)
     assert {*column(merged, "title").values()} == {"a", "b", "c", "d"}
     delete_rows(index, rows=[1])
-    compact_index(index, only_shards_with_deleted=True)
-    # the shard of rows 20 and 36 is as it was
-    assert [column(index, "title")[row] for row in (20, 36)] == ["c", "d"]
-    lines = CommittedIndex.open(index).edits.lines
-    # row 0 is now row 40; the last names the input that was deleted
-    assert lines["row_id"].to_pylist() == [20, 20, 36, 36, 40, None]
-    compact_index(index)
-    lines = CommittedIndex.open(index).edits.lines
-    assert set(lines["column"].to_pylist()[:-1]) == {GIVEN + "title"}
-    assert len(lines) == 4
-    assert [*column(index, "title").values()] == ["a", "c", "d"]
-    for root in (index, part, merged):
+    dense = tmp_path / "dense"
+    compact_index(index, dense)
+    assert [*column(dense, "title").values()] == ["a", "c", "d"]
+    for root, removed in ((part, 0), (merged, 0), (dense, 1)):
+        # only what the sources gave is left, and the input that was deleted
+        names = CommittedIndex.open(root).edits.lines["column"].to_pylist()
+        assert {*names[: len(names) - removed]} == {GIVEN + "title"}
+    for root in (index, part, merged, dense):
         assert problems_and_counts(root) == []
-    remove_snapshots(index, keep=1)
-    assert len(list(index.glob("manifest/edits-*"))) == 1
-    assert problems_and_counts(index) == []
 
 
 def test_an_erasure_removes_edited_values(index):
@@ -327,19 +318,3 @@ def test_a_part_is_not_resumed_after_an_edit(index, tmp_path):
     set_columns(index, [0, 20], {"c": ["new"]})
     copy_index(index, tmp_path / "part", where="row_id < 30")
     assert list(column(tmp_path / "part", "c").values()) == ["new", "new"]
-
-
-def test_an_erasure_names_the_new_id_of_a_copied_row(index):
-    delete_rows(index, rows=[4], erase=True)
-    with pytest.raises(RowIdError, match=r"row 6 was copied .* and is row 45 now"):
-        delete_rows(index, rows=[6], erase=True)
-    delete_rows(index, rows=[45], erase=True)
-    assert problems_and_counts(index) == []
-
-
-def test_a_second_erasure_leaves_the_first_row_map_readable(tmp_path):
-    root = tmp_path / "small"
-    write_random_index(root, replace(SPEC, rows=8, shard_size=4))
-    delete_rows(root, rows=[5], erase=True)
-    delete_rows(root, rows=[8, 9, 10], erase=True)
-    assert problems_and_counts(root) == []

@@ -79,7 +79,7 @@ def test_every_command_reads_and_writes_there(
         ("search", index, "--image", f"{NAME}/00.jpg"),
         ("delete", index, "--rows", 0),
         ("copy", index, f"{NAME}2.edje"),
-        ("compact", f"{NAME}2.edje"),
+        ("compact", f"{NAME}2.edje", "--out", f"{NAME}4.edje"),
         ("merge", index, f"{NAME}2.edje", "--out", f"{NAME}3.edje"),
         ("gc", index),
         ("history", index),

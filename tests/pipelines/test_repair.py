@@ -13,7 +13,6 @@ import pytest
 from edje_index import add_ann
 from edje_index.indexing.faiss_index import AnnIndex
 from pipelines import delete_rows, quantize_index, repair_index
-from pipelines.jobs.copy import compact_index
 from pipelines.jobs.snapshots import roll_back
 from storage_formats import IndexSpec, verify_index
 from storage_formats.format.manifest import CommittedIndex
@@ -117,7 +116,7 @@ def test_an_earlier_snapshot_is_repaired_too(index):
 def test_the_neighbours_of_an_earlier_snapshot_are_found_again(index, is_shared):
     delete_rows(index, rows=[12])
     if not is_shared:
-        compact_index(index)
+        add_ann(index)
     harm(index / "ann/index.faiss", "flipped")
     result = repair_index(index)
     assert [file.path for file in result.repaired] == ["ann/index.faiss"]

@@ -608,7 +608,6 @@ def test_values_that_users_set_survive_a_retry(photos, config):
     ids = row_ids(root)
     failed = [ids["07.jpg"], ids["08.jpg"]]
     set_columns(root, failed, {"caption": ["mine", None], "title": ["x", "y"]})
-    compact_index(root)
     for seed, name in ((77, "07.jpg"), (88, "08.jpg")):
         write_photo(photos / name, seed)
         # the other one fails again at first
@@ -721,7 +720,8 @@ def test_edited_values_stay_until_the_source_changes_them(
         delete_rows(root, rows=[ids["04.jpg"]], erase=True)
         del expected["04.jpg"]
     elif rewrite == "compact":
-        compact_index(root)
+        compact_index(root, tmp_path / "dense.edje")
+        root = tmp_path / "dense.edje"
     elif rewrite == "copy":
         copy_index(root, tmp_path / "copy.edje", where="uri like '%.jpg'")
         root = tmp_path / "copy.edje"
@@ -767,7 +767,8 @@ def test_edited_values_of_a_duplicate_survive_the_loss_of_its_original(
     else:
         delete_rows(root, rows=[ids["00.jpg"]])
     if rewrite == "compact":
-        compact_index(root)
+        compact_index(root, tmp_path / "dense.edje")
+        root = tmp_path / "dense.edje"
     path.write_text("path,caption\n01.jpg,b\n")
     assert update(root, path).changed == 1
     assert captions(root) == {"01.jpg": "mine"}
@@ -829,12 +830,15 @@ def test_a_list_may_change_the_type_of_a_column(photos, config):
 
 
 @pytest.mark.parametrize("erase", [False, True])
-def test_what_was_deleted_stays_deleted_until_it_changes(built, photos, run, erase):
+def test_what_was_deleted_stays_deleted_until_it_changes(
+    built, photos, run, tmp_path, erase
+):
     ids = row_ids(built)
     delete_rows(built, rows=[ids["00.jpg"], ids["01.jpg"], ids["02.jpg"]], erase=erase)
     result = update(built)
     assert (result.stay_deleted, result.new, result.rows) == (3, 0, 0)
-    compact_index(built)
+    compact_index(built, tmp_path / "dense.edje")
+    built = tmp_path / "dense.edje"
     assert update(built).stay_deleted == 3
     # another content, and another name
     write_photo(photos / "00.jpg", 70)
@@ -1011,21 +1015,3 @@ def test_a_damaged_sidecar_in_an_archive_is_not_taken_for_empty(
         assert row["captions"] == ["a dog"]
         write(b"a cat")
         assert update(request.out).edited == 1
-
-
-def test_a_partial_compaction_keeps_the_search_index_of_earlier_snapshots(
-    config, tmp_path
-):
-    # full shards, so that only the edited one is copied
-    for part in range(3):
-        for number in range(4):
-            write_photo(tmp_path / f"{part}" / f"{number}.jpg", 80 + 4 * part + number)
-    run_build(config(sources=[str(tmp_path / "0")]), lambda event: None)
-    root = config().out
-    for part in (1, 2):
-        append_index(root, [str(tmp_path / f"{part}")], engine="inline")
-    set_columns(root, [9], {"title": ["x"]})
-    compact_index(root)
-    assert problems_and_counts(root) == []
-    roll_back(root, 1)
-    assert len(contents(root)) == 8

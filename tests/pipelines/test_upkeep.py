@@ -57,14 +57,14 @@ def test_a_sample_that_is_no_number_is_refused(index, capsys, sample):
     assert "sample" in capsys.readouterr().err
 
 
-def test_info_says_when_to_compact(index, capsys):
+def test_info_says_when_to_compact(index, tmp_path, capsys):
     value = described(capsys, index)
     assert value["compact"] == []
     assert value["history"] == {"snapshots": 1, "most": MOST_SNAPSHOTS}
     delete_rows(index, rows=range(0, 40, 2))
     assert described(capsys, index)["compact"] == ["20 of 80 rows are deleted"]
     text = output(capsys, "info", index)
-    assert "run 'edje-index compact': 20 of 80 rows are deleted" in text
+    assert "run 'edje-index compact INDEX --out NEW': 20 of 80 rows are deleted" in text
     assert f"history       2 of at most {MOST_SNAPSHOTS} snapshots" in text
-    compact_index(index)
-    assert described(capsys, index)["compact"] == []
+    compact_index(index, tmp_path / "dense")
+    assert described(capsys, tmp_path / "dense")["compact"] == []

@@ -9,18 +9,15 @@ import shutil
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
-from pipelines import delete_rows
-from pipelines.jobs.copy import compact_index
+from pipelines import delete_rows, quantize_index
 from pipelines.jobs.snapshots import remove_snapshots, roll_back
 from storage_formats import (
     CorruptIndexError,
     EdjeError,
     IndexSpec,
     Manifest,
-    TokenStore,
     change,
     verify_index,
 )
@@ -35,7 +32,7 @@ from storage_formats.change import (
 )
 from storage_formats.format.layout import Layout
 from storage_formats.lock import locked
-from tests.conftest import REPO, same_bits, write_random_index
+from tests.conftest import REPO, write_random_index
 
 SPEC = IndexSpec(rows=22, shard_size=8, block_shape=(2, 32), embed_dim=4)
 
@@ -146,7 +143,8 @@ def test_a_damaged_snapshot_stops_no_recovery(index):
     """As after a restore that was stopped: `index.json` is newer than other files."""
     root, _ = index
     delete_rows(root, [1])
-    compact_index(root)
+    delete_rows(root, [2])
+    quantize_index(root, ["fp8"])
     (root / Manifest.load(root).shard_tables[-1].path).unlink()
     kill(root, "repair")
     kill(root, "append", {"shards": 3})
@@ -268,17 +266,3 @@ def test_trouble_after_the_commit_is_told_and_the_next_change_ends_it(
     assert unfinished_journal(root) is None
     assert delete_rows(root, [1]).snapshot == 2
     assert not Layout(root).journal.exists()
-
-
-def test_blocks_of_rows_that_stay_are_the_same(index):
-    root, blocks = index
-    delete_rows(root, [3], erase=True)
-    with TokenStore.open(root) as store:
-        moved = store.translate(range(22))
-        assert moved[3] == -1
-        kept = np.array([row for row in range(22) if row != 3])
-        assert moved[8:].tolist() == list(range(8, 22)), (
-            "rows of other shards keep their ids"
-        )
-        assert (moved[kept[:7]] >= 24).all()
-        assert same_bits(store.fetch(moved[kept]), blocks[kept])

@@ -32,7 +32,6 @@ EVERYTHING = {
     "deleted": {**ENTRY, "rows": 1},
     "offset": {**ENTRY, "precisions": ["bf16"]},
     "segments": [{"first_row": 0, "rows": 5, "shard_table": ENTRY}],
-    "row_maps": [{**ENTRY, "first_row": 0, "partial": False}],
     "columns": [{"name": "text", "type": "string", "kinds": ["text"], "values": 3}],
     "edits": [ENTRY],
     "filter_tables": [ENTRY],

@@ -188,7 +188,7 @@ def test_damaged_tombstones_are_one_clear_error(index, harm):
 
 
 @pytest.mark.parametrize(
-    "member", ["snapshot", "next_shard", "segments", "deleted", "change", "row_maps"]
+    "member", ["snapshot", "next_shard", "segments", "deleted", "change"]
 )
 @pytest.mark.parametrize("value", [-1, 1 << 40, "x", [1], {"path": 1}])
 def test_hostile_members_are_one_clear_error(index, member, value):
