@@ -33,9 +33,10 @@ def locked(root: str | Path) -> Iterator[None]:
     was_missing = not layout.root.exists()
     # Readers refuse a symbolic link that leads out of the index. A change would write
     # or remove files through such a link, so it is refused here, too.
-    for pattern in ("*", "tokens/*", "checksums/*", "build/*"):
-        for path in layout.root.glob(pattern):
-            check_inside(layout.root, path)
+    for folder in (layout.root, layout.erased):
+        for pattern in ("*", "tokens/*", "checksums/*", "build/*"):
+            for path in folder.glob(pattern):
+                check_inside(layout.root, path)
     fd = _acquire(layout)
     try:
         with naming(layout.lock):

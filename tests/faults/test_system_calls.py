@@ -203,11 +203,11 @@ def test_advice_that_the_kernel_refuses(tmp_path: Path, call: str, number: str) 
 
 
 def test_a_link_to_another_place_is_refused_before_the_change(tmp_path: Path) -> None:
-    for name in ("tokens", "tokens/bf16", "rows", "build", "ann"):
+    for name in ("tokens", "tokens/bf16", "rows", "build", "ann", "build/erased/rows"):
         root = tmp_path / f"{name.replace('/', '-')}.edje"
         write(root)
         folder = root / name
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         outside = tmp_path / f"outside-{root.name}"
         shutil.move(folder, outside)
         folder.symlink_to(outside)
