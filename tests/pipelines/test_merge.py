@@ -137,7 +137,7 @@ def test_three_indexes_and_one_that_was_compacted(pair, tmp_path):
         left,
         Manifest.load(left).spec,
         live_rows(CommittedIndex.open(left)).tolist(),
-        -24,
+        0,
     )
 
 
