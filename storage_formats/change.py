@@ -401,13 +401,12 @@ class IndexChange(Change):
         The steps are, in this order:
 
         1. If the arrays grow or a precision is new, write the `zarr.json` files.
-        2. If a precision is new, remove `verified.bin`.
-        3. If `manifest` is a new snapshot, copy the current `index.json` to
+        2. If `manifest` is a new snapshot, copy the current `index.json` to
            `snapshots/`.
-        4. Replace `index.json`.
-        5. If the change is an erasure, move the new files of its shards into place.
-        6. If the arrays shrink, write the `zarr.json` files.
-        7. If a snapshot was dropped or replaced, remove the files that no kept
+        3. Replace `index.json`.
+        4. If the change is an erasure, move the new files of its shards into place.
+        5. If the arrays shrink, write the `zarr.json` files.
+        6. If a snapshot was dropped or replaced, remove the files that no kept
            snapshot names.
 
         After a crash, a reader sees the index from before or after the change.
@@ -421,10 +420,6 @@ class IndexChange(Change):
             # Arrays grow before the commit, because a reader of the new manifest needs
             # the new shapes.
             write_array_shapes(layout, after)
-        if added:
-            # `verified.bin` lists whole shards as checked, but the files of the new
-            # precision are not checked yet.
-            layout.verified.unlink(missing_ok=True)
         self._begin_commit()
         is_new = manifest.snapshot.number > current.snapshot.number
         if is_new:
@@ -603,6 +598,8 @@ def collect_garbage(
         # `hashes/` may hold their content hashes. The next append writes the files
         # again.
         _remove(layout.hashes)
+        # An earlier version of the package recorded the times of checks.
+        _remove(layout.root / "verified.bin")
         _remove_private(layout)
         current = change.index.manifest
         numbers = earlier_snapshots(layout, current)
@@ -671,8 +668,9 @@ def _recover(layout: Layout) -> Journal | None:
     return None.
     """
     # A change writes a journal first, so an index without a journal has no private
-    # files of a change. `verify_index` writes `verified.bin` without a journal.
-    _remove_private(layout, _PRIVATE if layout.journal.exists() else _PRIVATE[:1])
+    # files of a change.
+    if layout.journal.exists():
+        _remove_private(layout)
     journal = read_journal(layout.root)
     # `base` is the digest of the current `index.json` until the change is committed.
     if journal is None or journal.base == _digest(layout):
@@ -694,8 +692,6 @@ def _replace_shards(layout: Layout) -> None:
     """
     if not layout.erased.exists():
         return
-    # It says when the files that are replaced were checked.
-    layout.verified.unlink(missing_ok=True)
     finals = []
     for folder in Layout(layout.erased).shard_folders():
         for path in sorted(folder.rglob("*")):
@@ -717,9 +713,9 @@ def _remove_garbage(
     return []
 
 
-def _remove_private(layout: Layout, patterns: Iterable[str] = _PRIVATE) -> None:
+def _remove_private(layout: Layout) -> None:
     """Remove the private files of processes that were killed."""
-    for pattern in patterns:
+    for pattern in _PRIVATE:
         for path in layout.root.glob(pattern):
             path.unlink(missing_ok=True)
             # The removal must reach the device before the journal is removed. Without a

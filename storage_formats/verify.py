@@ -14,12 +14,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import MappingProxyType
-
-import numpy as np
 
 from storage_formats.arguments import as_number
-from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.committed_files import iter_shard_files
 from storage_formats.format.index_files import read_index_file
@@ -54,10 +50,9 @@ from storage_formats.writing.publish import add_counts
 # data (docs/lab/fetch.md).
 _THREADS = 4
 # number of shards whose entries are read from the shard tables at once, if there is a
-# sample or a time limit
+# time limit
 _GROUP_SHARDS = 64
 _MAX_ZARR_BYTES = 1 << 20
-_MAX_RECORD_BYTES = 1 << 30
 _PROBLEMS_SHOWN = 3
 # Files that readers no longer need: a conversion leaves the earlier shard tables for
 # readers that have the index open, and earlier versions of the package wrote row maps.
@@ -70,7 +65,6 @@ def verify_index(
     *,
     sample: float | None = None,
     max_duration: float | None = None,
-    record: bool = False,
 ) -> list[Problem]:
     """Check every file of all kept snapshots of an index, or only a sample of its
     shards.
@@ -83,18 +77,14 @@ def verify_index(
         root: directory of the index, or its URL on an object store.
         on_progress: called as `on_progress(done, total)` after each shard of the
             current snapshot. Both arguments are numbers of shards.
-        sample: number of shards to check. A number below 1 is a share of all shards.
-            Shards that were never recorded as checked are checked first, and then those
-            with the oldest recorded check. Shards with equal times are checked in
-            random order. A sample skips the files of earlier snapshots, the totals in
-            `index.json`, the search for files that do not belong to the index, and the
-            contents of the nearest-neighbour index. None checks everything.
+        sample: number of shards to check, which are chosen at random. A number below 1
+            is a share of all shards. A sample skips the files of earlier snapshots, the
+            totals in `index.json`, the search for files that do not belong to the
+            index, and the contents of the nearest-neighbour index. None checks
+            everything.
         max_duration: time in seconds after which no further shard is checked. With a
-            limit, the same parts of the index are skipped as with a sample. None sets
-            no limit.
-        record: True records in the directory of the index when each undamaged shard was
-            checked, see `last_verified`. Nothing is recorded for an index on an object
-            store.
+            limit, shards are checked in random order, and the same parts of the index
+            are skipped as with a sample. None sets no limit.
 
     Returns:
         All problems that were found. The list is empty if all checked files are
@@ -119,7 +109,7 @@ def verify_index(
             return [Problem(ROOT, "manifest", str(error))]
         version = _version(index)
         try:
-            problems = _problems(index, on_progress, sample, max_duration, record)
+            problems = _problems(index, on_progress, sample, max_duration)
         except CorruptIndexError as error:
             problems = [Problem(ROOT, "manifest", str(error))]
         if problems and _version(index) != version:
@@ -193,29 +183,26 @@ def _problems(
     on_progress: Callable[[int, int], None] | None,
     sample: float | None,
     max_duration: float | None,
-    record: bool,
 ) -> list[Problem]:
     """Return all problems of an open index. For the arguments, see `verify_index`."""
     manifest = index.manifest
     checks_all = sample is None and max_duration is None
-    times = last_verified(index)
-    shards = sampled_shards(manifest.spec, sample, times)
+    shards = sampled_shards(manifest.spec, sample)
+    # With a time limit, the order of the shards is random. Otherwise, the shard tables
+    # are read once from front to back.
+    group_shards = _GROUP_SHARDS
+    if max_duration is None:
+        group_shards = len(shards)
     started = time.monotonic()
 
     def items() -> Iterator[tuple[int, dict[str, FileEntry]]]:
-        if checks_all:
-            yield from iter_shard_files(index, sorted(shards))
-            return
-        # The shard tables are read in ascending order of the shards. The shards of each
-        # group are checked in the order of their last check.
-        for start in range(0, len(shards), _GROUP_SHARDS):
-            group = shards[start : start + _GROUP_SHARDS]
-            files = dict(iter_shard_files(index, sorted(group)))
-            for shard in group:
+        for start in range(0, len(shards), group_shards):
+            group = sorted(shards[start : start + group_shards])
+            for item in iter_shard_files(index, group):
                 elapsed = time.monotonic() - started
                 if max_duration is not None and elapsed >= max_duration:
                     return
-                yield shard, files[shard]
+                yield item
 
     problems = list(_check_metadata(index))
     # If a file of edits is damaged, `readable` is the index without edits, so that its
@@ -230,20 +217,11 @@ def _problems(
     counts = Counts(0, 0, 0)
     check = functools.partial(_check_shard, readable)
     checked = ordered_map(check, items(), _THREADS, 2 * _THREADS)
-    try:
-        for done, (shard, shard_problems, shard_counts) in enumerate(checked, 1):
-            problems += shard_problems
-            counts = add_counts(counts, shard_counts)
-            if not shard_problems:
-                times[shard] = int(time.time())
-            if on_progress:
-                on_progress(done, len(shards))
-    finally:
-        if record and index.remote is None:
-            stored = np.array(sorted(times.items()), dtype="<i8")
-            # The user may have no permission to write to the index.
-            with contextlib.suppress(OSError):
-                write_bytes_atomic(index.layout.verified, stored.tobytes())
+    for done, (shard_problems, shard_counts) in enumerate(checked, 1):
+        problems += shard_problems
+        counts = add_counts(counts, shard_counts)
+        if on_progress:
+            on_progress(done, len(shards))
     # If a rows table cannot be read, its rows are missing from `counts`, so the totals
     # cannot be compared.
     is_complete = checks_all and counts.inputs == manifest.spec.used_rows
@@ -261,7 +239,7 @@ def _problems(
 
 def _check_shard(
     index: CommittedIndex, item: tuple[int, Mapping[str, FileEntry]]
-) -> tuple[int, list[Problem], Counts]:
+) -> tuple[list[Problem], Counts]:
     """Check a shard with `check_shard`. If the index is on an object store, the files
     of the shard are downloaded first.
 
@@ -269,14 +247,14 @@ def _check_shard(
         item: (shard number, entries of the files of the shard, keyed by path).
 
     Returns:
-        (shard number, problems, counts of the inputs).
+        (problems, counts of the inputs).
     """
     shard, files = item
     layout = index.layout
     manifest = index.manifest
     paths = shard_paths(layout, manifest.spec, shard)
     with _here(index, [files[path] for path in paths if path in files]):
-        return shard, *check_shard(layout, manifest, index.edits, shard, files)
+        return check_shard(layout, manifest, index.edits, shard, files)
 
 
 @contextlib.contextmanager
@@ -317,41 +295,18 @@ def _here(
             path.unlink(missing_ok=True)
 
 
-def last_verified(index: CommittedIndex) -> dict[int, int]:
-    """Return the times at which `verify_index` last found the shards of an index
-    undamaged, in seconds since 1970, keyed by shard number. Shards without a recorded
-    check are left out.
-    """
-    path = index.layout.verified
-    shards = {*index.spec.shard_numbers()}
-    try:
-        data = read_index_file(index.root, path, max_bytes=_MAX_RECORD_BYTES)
-    except OSError:
-        return {}
-    pairs = np.frombuffer(data[: len(data) // 16 * 16], dtype="<i8").reshape(-1, 2)
-    return {shard: when for shard, when in pairs.tolist() if shard in shards}
-
-
-def sampled_shards(
-    spec: IndexSpec,
-    sample: float | None,
-    times: Mapping[int, int] = MappingProxyType({}),
-) -> list[int]:
-    """Return the numbers of the shards to verify, in ascending order of `times`. Shards
-    with equal times are in random order.
+def sampled_shards(spec: IndexSpec, sample: float | None) -> list[int]:
+    """Return the numbers of the shards to verify, in random order.
 
     Args:
         sample: number of shards. A number below 1 is a share of all shards, and the
             number of shards is rounded up. None returns all shards.
-        times: times of the last checks, see `last_verified`. Shards that are not listed
-            come first.
 
     Raises:
         UsageError: `sample` is not positive and finite.
     """
     numbers = list(spec.shard_numbers())
     random.shuffle(numbers)
-    numbers.sort(key=lambda shard: times.get(shard, 0))
     if sample is None:
         return numbers
     if not 0 < as_number(sample, "sample") < math.inf:
@@ -360,8 +315,7 @@ def sampled_shards(
             " below 1",
             parameter="sample",
         )
-    count = math.ceil(sample * len(numbers) if sample < 1 else sample)
-    return numbers[:count]
+    return numbers[: math.ceil(sample * len(numbers) if sample < 1 else sample)]
 
 
 def _check_metadata(index: CommittedIndex) -> Iterator[Problem]:

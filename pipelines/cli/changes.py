@@ -521,10 +521,8 @@ def verify(
     command finds a problem.
 
     With --sample or --max-duration, the command checks the metadata of the index and
-    every file of some of the shards. It begins with the shards whose last check was the
-    longest time ago, so that repeated runs cover a large index. The files of other
-    shards are not checked. 'edje-index info' shows the oldest time at which a shard was
-    last checked.
+    every file of some of the shards, which it chooses at random. The files of other
+    shards are not checked.
 
     \b
     Examples:
@@ -561,7 +559,6 @@ def verify(
             count,
             sample=sample,
             max_duration=max_duration,
-            record=True,
         )
     listed = [asdict(problem) for problem in problems]
     value = {"index": str(index), "sound": not problems, "problems": listed}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -126,17 +125,14 @@ def describe_index(root: Path | str) -> Json:
 
 
 def _describe_upkeep(index: CommittedIndex) -> Json:
-    """Return a JSON object about the maintenance of an index: the oldest time at which
-    a shard was last verified, the number of shards that were never verified, the number
-    of kept snapshots, and the reasons to compact the index.
+    """Return a JSON object about the maintenance of an index: the number of kept
+    snapshots, and the reasons to compact the index.
     """
     from storage_formats.change import MOST_SNAPSHOTS
     from storage_formats.format.manifest import earlier_snapshots
-    from storage_formats.verify import last_verified
 
     manifest = index.manifest
     spec = manifest.spec
-    times = last_verified(index)
     reasons = []
     # A segment holds the rows of one build or append, and only its last shard can be
     # part-full. Each item is the number of rows in that shard, or 0 if the
@@ -154,10 +150,6 @@ def _describe_upkeep(index: CommittedIndex) -> Json:
     if deleted > _DELETED_SHARE * spec.used_rows:
         reasons.append(f"{deleted:,} of {spec.used_rows:,} rows are deleted")
     return {
-        "verified": {
-            "oldest": min(times.values(), default=None),
-            "never": spec.used_shards - len(times),
-        },
         "history": {
             "snapshots": 1 + len(earlier_snapshots(index.layout, manifest)),
             "most": MOST_SNAPSHOTS,
@@ -304,16 +296,6 @@ def _content_lines(value: Json) -> Iterator[tuple[str, str]]:
         yield "", f"run 'edje-index compact INDEX --out NEW': {reason}"
     history = value["history"]
     yield "history", f"{history['snapshots']} of at most {history['most']} snapshots"
-    verified = value["verified"]
-    when = "never"
-    if verified["oldest"] is not None:
-        date = datetime.datetime.fromtimestamp(verified["oldest"], datetime.UTC)
-        when = f"all since {date:%Y-%m-%d %H:%M} UTC"
-        if verified["never"]:
-            when = (
-                f"{verified['never']:,} shards never, the others since {date:%Y-%m-%d}"
-            )
-    yield "verified", when
     columns = value["columns"]
     standard = [each["name"] for each in columns if each["values"] is None]
     yield "columns", ", ".join(standard)

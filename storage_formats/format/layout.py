@@ -247,7 +247,6 @@ class Layout:
     ann_index = _Below("ann/index.faiss")
     filters = _Below("filters")
     hashes = _Below("hashes")
-    verified = _Below("verified.bin")
     build = _Below("build")
     journal = _Below("build/journal.json")
     claim = _Below("build/claim.json")

@@ -36,19 +36,9 @@ def described(capsys, index) -> dict:
     return json.loads(output(capsys, "info", index, "--json"))
 
 
-def test_info_says_when_all_shards_were_verified(index, capsys):
-    assert described(capsys, index)["verified"] == {"oldest": None, "never": 10}
-    assert "verified      never\n" in output(capsys, "info", index)
-    for runs in range(1, 6):
-        value = json.loads(output(capsys, "verify", index, "--sample", "20%", "--json"))
-        assert value["sample"] == {"shards": 2, "of": 10}
-        verified = described(capsys, index)["verified"]
-        assert verified["never"] == 10 - 2 * runs
-        if runs == 1:
-            assert "8 shards never, the others since " in output(capsys, "info", index)
-    assert "verified      all since " in output(capsys, "info", index)
-    output(capsys, "verify", index, "--max-duration", "100")
-    assert described(capsys, index)["verified"]["oldest"] >= verified["oldest"]
+def test_a_sample_of_shards_is_verified(index, capsys):
+    value = json.loads(output(capsys, "verify", index, "--sample", "20%", "--json"))
+    assert value["sample"] == {"shards": 2, "of": 10}
 
 
 @pytest.mark.parametrize("sample", ["%", "one", "1%%", "", "-1%", "0"])
