@@ -42,7 +42,7 @@ from pipelines.progress.events import (
 )
 from pipelines.progress.wording import counted
 from storage_formats.arrays import Ints
-from storage_formats.atomic import Json
+from storage_formats.atomic import Json, make_directories
 from storage_formats.change import (
     IndexChange,
     NewIndex,
@@ -189,6 +189,8 @@ class Edit:
     def begin(self, change: IndexChange) -> None:
         """Write the offset block, if the edit has one."""
         if self.erases:
+            # The directory must be on the device before the commit names its files.
+            make_directories(change.layout.erased)
             copy_offset(change.index, Layout(change.layout.erased))
         if self.offset is not None:
             write_offset(change.layout, self.offset)

@@ -58,14 +58,14 @@ def read(root: Path) -> list[object]:
     """
     seen: list[object] = []
     for name in SPEC.precisions:
-        for row in (9, 20, 25):
+        for row in (9, 17, 20):
             try:
                 with TokenStore.open(root, name) as store:
                     seen.append(store.fetch([row]).view(np.uint16).tobytes())
             except EdjeError as error:
                 seen.append(error)
     for get in (
-        lambda index: read_embeddings(index, np.array([9, 25])).tobytes(),
+        lambda index: read_embeddings(index, np.array([9, 17])).tobytes(),
         lambda _: read_rows(root).to_pylist(),
     ):
         try:
