@@ -47,9 +47,9 @@ def write_package(shadow: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("write", [write_module, write_package])
-@pytest.mark.parametrize("name", ["pipelines", "benchmarks", "edje_index"])
-def test_a_module_of_the_same_name_hides_no_package(tmp_path, write, name):
-    write(tmp_path, name)
+def test_modules_of_the_same_names_hide_no_package(tmp_path, write):
+    for name in ("pipelines", "benchmarks", "edje_index"):
+        write(tmp_path, name)
     done = start(tmp_path, "bench", "--help")
     assert done.returncode == 0, done.stderr
     assert "make-synthetic" in done.stdout

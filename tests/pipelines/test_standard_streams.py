@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from storage_formats import IndexWriter
+from storage_formats import IndexWriter, verify_index
 
 SHELL = """exec "$0" -m pipelines.cli "$@" """
 
@@ -39,23 +39,21 @@ def command(
     )
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&-", "<&- >&- 2>&-"])
-@pytest.mark.parametrize("options", [[], ["--json"]])
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-", "--json >&-"])
 def test_a_closed_stream_does_not_fail_a_command(
-    index: Path, tmp_path: Path, closed: str, options: list[str]
+    index: Path, tmp_path: Path, closed: str
 ) -> None:
     out = tmp_path / "copy.edje"
-    done = command(closed, "copy", index, out, *options)
+    done = command(closed, "copy", index, out)
     assert (done.returncode, done.stderr.count(b"Traceback")) == (0, 0)
-    assert command("", "verify", out).returncode == 0
+    assert verify_index(out) == []
 
 
-@pytest.mark.parametrize("options", [[], ["--json"]])
-@pytest.mark.parametrize("arguments", [["info"], ["verify"], ["history"]])
+@pytest.mark.parametrize("arguments", [["info"], ["info", "--json"], ["verify"]])
 def test_a_full_disk_ends_the_command_with_one_line(
-    index: Path, arguments: list[str], options: list[str]
+    index: Path, arguments: list[str]
 ) -> None:
-    done = command(">/dev/full", *arguments, index, *options)
+    done = command(">/dev/full", *arguments, index)
     assert done.returncode == 1
     lines = done.stderr.decode().splitlines()
     assert lines[-1].startswith("error: cannot write standard output: No space left")
@@ -78,7 +76,7 @@ def test_a_reader_that_leaves_ends_the_command_quietly(index: Path) -> None:
     assert done.stderr == b""
 
 
-@pytest.mark.parametrize("encoding", ["koi8-r", "iso-8859-1", "cp1252", "utf-8"])
+@pytest.mark.parametrize("encoding", ["koi8-r", "utf-8"])
 def test_a_letter_outside_the_encoding_is_escaped(
     tmp_path: Path, encoding: str
 ) -> None:

@@ -105,8 +105,8 @@ def test_ctrl_c_stops_the_copying_of_rows_and_the_same_command_resumes(
 ):
     monkeypatch.chdir(tmp_path)
     root = tmp_path / "index"
-    write_random_index(root, IndexSpec(600, 2, (1, 16), 6))
-    delete_rows(root, range(0, 600, 2))
+    write_random_index(root, IndexSpec(120, 2, (1, 16), 6))
+    delete_rows(root, range(0, 120, 2))
     changed = tmp_path / "dense" if words[0] == "compact" else root
     written = Layout(changed if words[0] == "compact" else Layout(root).erased)
     with start(
@@ -122,7 +122,7 @@ def test_ctrl_c_stops_the_copying_of_rows_and_the_same_command_resumes(
     assert Manifest.load(root).snapshot.number == 1
     code, _, said = run(*words, root)
     assert code == 0, said
-    row_ids = range(300) if words[0] == "compact" else range(1, 600, 2)
+    row_ids = range(60) if words[0] == "compact" else range(1, 120, 2)
     assert TokenStore.open(changed).row_ids().tolist() == [*row_ids]
     assert verify_index(changed) == []
 
