@@ -179,27 +179,33 @@ def evaluate(
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> Evaluation:
     """Measure the recall of an index on captioned images, by the embeddings alone and
-    after re-ranking.
+    after re-ranking. `edje_index.evaluation.pools` describes the protocols.
 
     Args:
         index: directory of the index.
         captions: caption file, see `captions.reading.read_captions`. None for the
             captions that the index holds.
-        model: directory of the bundle; None for the bundle that built the index.
-        images: base directory of relative image paths.
-        split: split of the captions to take queries from; None for all captions.
-        precisions: precisions to measure; empty for all precisions stored in the index.
-            For a precision that is not stored, stored tokens are converted in memory.
-        pools: pool sizes; empty for the default pool sizes.
-        full: use the full-dataset protocol instead of the split protocol, see
-            `edje_index.evaluation.pools`.
-        score: final score for re-ranking, see `scoring.weights.parse_score`. With the
-            score "embedding", nothing is re-ranked.
+        model: directory of the model bundle. None for the bundle that built the index.
+        images: base directory of relative image paths. None for the directory of
+            `captions`.
+        split: use only this split of the captions. With `full`, the split limits only
+            the queries. None for all captions.
+        precisions: precision of the tokens to measure; repeatable. Stored tokens are
+            converted in memory to a precision that the index does not store. If there
+            are none, all stored precisions are measured.
+        pools: number of candidates to re-rank; repeatable. If there are none, they are
+            10, 20 and 50, and with `full` 100.
+        full: use all images of the index and all captions as candidates, and measure
+            recall at 5, 10 and 20.
+        score: final score for re-ranking: "bundle" (weighted sum with the weights of
+            the bundle), or PART=WEIGHT,... (your own weights), see `TokenIndex.open`.
+            With "embedding", nothing is re-ranked.
         resamples: number of bootstrap resamples; 0 for no confidence intervals.
-        queries: maximum number of queries per direction, sampled at random; None for
+        queries: maximum number of queries per direction, sampled at random. None for
             all queries.
         seed: seed of the query sample and of the bootstrap.
-        device: "auto", "cpu" or "cuda".
+        device: device that runs the model. auto uses cuda if a CUDA device is
+            available.
         dtype: data type of matrix products in the joint encoder: "auto", "float32" or
             "bfloat16".
         on_progress: called with the progress. An exception raised by `on_progress`

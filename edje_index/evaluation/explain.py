@@ -155,8 +155,8 @@ class Explanation:
 
 @plain_torch()
 def explain_index(
-    root: Path,
-    row_ids: Sequence[int] = (),
+    index: Path,
+    rows: Sequence[int] = (),
     *,
     model: Path | None = None,
     precision: str | None = None,
@@ -174,16 +174,19 @@ def explain_index(
     explained in detail, with the patches of the image that each token represents.
 
     Args:
-        row_ids: row ids of single rows to explain. If it is empty, the first hit of
+        index: directory of the index.
+        rows: row ids of single rows to explain. If it is empty, the first hit of
             `query` is explained, or without a query, 6 rows of the random sample.
-        precision: precision of the tokens; None for the stored precision of the highest
+        model: directory of the model bundle. None for the bundle that built the index.
+        precision: precision of the tokens. None for the stored precision of the highest
             fidelity.
         query: text of a query. For each explained row, the result also says why the
             query finds it. None for no query.
-        captions: caption file to measure the alignment with, see `read_captions`; None
-            for no alignment.
-        images: base directory of relative image paths in `captions`.
-        split: split of the caption file; None for the whole file.
+        captions: file of captions, to measure how well the words of captions align with
+            tokens. None for no alignment.
+        images: base directory of relative image paths in `captions`. None for the
+            directory of `captions`.
+        split: use only this split of `captions`. None for all splits.
         against: another index of the same images. Its alignment is also measured, and a
             t-test compares the two indexes. None for no comparison.
         on_progress: called with the progress. An exception raised by `on_progress`
@@ -194,20 +197,22 @@ def explain_index(
         ModelError: the bundle is missing, did not build the index, or makes patch
             features instead of tokens.
     """
-    row_ids = as_indices(row_ids, "row_ids").tolist()
-    opened = _open(root, model, precision)
+    if captions is None and (images or split or against):
+        raise UsageError("images, split and against need captions; give captions")
+    row_ids = as_indices(rows, "rows").tolist()
+    opened = _open(index, model, precision)
     store = opened.store
     table = read_all_rows(opened.committed, ("row_id", "status"))
     indexed = np.array(table["row_id"])[np.array(table["status"]) == INDEXED]
     if unknown := sorted(set(row_ids) - set(indexed.tolist())):
         raise UsageError(
-            f"row {unknown[0]} of {root} has no tokens; choose a row with the status"
+            f"row {unknown[0]} of {index} has no tokens; choose a row with the status"
             " 'indexed'"
         )
     if not len(indexed):
         raise UsageError(
-            f"the index {root} has no tokens, because no row is indexed; choose another"
-            " index"
+            f"the index {index} has no tokens, because no row is indexed; choose"
+            " another index"
         )
     sampled = np.sort(np.random.default_rng(0).permutation(indexed)[:_SAMPLE])
     if query is not None and not row_ids:
@@ -220,8 +225,8 @@ def explain_index(
             compared.append(_open(against))
         items = read_captions(captions, images, split)
         matched = [
-            match_items(index.root, name_table(index), items).rows
-            for index in (each.committed for each in compared)
+            match_items(each.root, name_table(each), items).rows
+            for each in (opened.committed for opened in compared)
         ]
         used = np.logical_and.reduce([its_rows >= 0 for its_rows in matched])
         kept = [item for item, keep in zip(items, used, strict=True) if keep]
@@ -256,16 +261,16 @@ def explain_index(
     kind = opened.model.info.adapter["kind"]
     has_attention = kind == COMPRESSED or (kind == LOCAL and query is not None)
     ids_of_rows = vocabulary.nearest(store.fetch(shown), whole_words=True).tolist()
-    rows: list[ExplainedRow] = []
-    photos = read_rows(root, shown, PHOTO_COLUMNS).to_pylist()
+    explained: list[ExplainedRow] = []
+    photos = read_rows(index, shown, PHOTO_COLUMNS).to_pylist()
     for row_id, row, ids in zip(shown, photos, ids_of_rows, strict=True):
-        on_progress("computing attention, images", len(rows), len(shown))
+        on_progress("computing attention, images", len(explained), len(shown))
         attention = None
         pixels = None
         problem = f"the tokens of a {kind} adapter have no place in the image"
         if has_attention:
             attention, pixels, problem = _attention(opened.model.image_encoder, row)
-        rows.append(
+        explained.append(
             ExplainedRow(
                 row_id=row_id,
                 uri=str(row["uri"]),
@@ -278,10 +283,10 @@ def explain_index(
             )
         )
     return Explanation(
-        root=root,
+        root=index,
         precision=store.precision,
         trained=opened.model.info.trained,
-        rows=tuple(rows),
+        rows=tuple(explained),
         sample=len(sampled),
         words=vocabulary.count(nearest),
         alignment=alignment,

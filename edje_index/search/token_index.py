@@ -944,6 +944,7 @@ def _counts(k: object, pool: object, default: int) -> tuple[int, int]:
     candidates = max(hits, default) if pool is None else as_count(pool, "pool")
     if candidates < hits:
         raise UsageError(
-            f"k must be at most pool, got k = {hits} and pool = {candidates}"
+            f"k must be at most pool, got k = {hits} and pool = {candidates}",
+            parameter="pool",
         )
     return hits, candidates

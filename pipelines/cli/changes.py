@@ -32,7 +32,6 @@ from pipelines.cli.output import (
     note,
     print_result,
     run_job,
-    run_steps,
     running_job,
     wants_json,
 )
@@ -748,14 +747,8 @@ def quantize(
         if report != _PRINT_ONLY:
             check_report_folder(report)
         reference = precision_to_read(index, Manifest.load(index), options["source"])
-        measured = run_steps(
-            measure_precisions,
-            index,
-            reference,
-            to,
-            queries=queries,
-            model=model,
-            stopped="stopped before the report was done",
+        measured = run_job(
+            measure_precisions, index, reference, to, queries=queries, model=model
         )
         text = quantization_report(measured)
         if report != _PRINT_ONLY:

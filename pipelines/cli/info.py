@@ -6,13 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
-from pipelines.cli.options import command, index_argument, json_option, option
+from pipelines.cli.command import command
 from pipelines.cli.output import print_json, print_line, print_result, wants_json
 from pipelines.progress.wording import by_reason, counted, human_bytes
 from storage_formats.atomic import Json
-from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.remote.urls import IndexLocation
 
@@ -27,14 +24,7 @@ if TYPE_CHECKING:
 
 
 @command()
-@index_argument
-@option(
-    "--duplicates",
-    click.FloatRange(0, 1, min_open=True),
-    metavar="SIMILARITY",
-)
-@json_option
-def info(index: Path | str, duplicates: float | None) -> None:
+def info(index: IndexLocation) -> None:
     """Show what INDEX contains, or how far its build has come.
 
     The output shows the numbers of inputs, the size, the precisions, the columns of the
@@ -45,40 +35,15 @@ def info(index: Path | str, duplicates: float | None) -> None:
     The line 'search' describes the nearest-neighbour index, and says when 'edje-index
     ann build' would improve it.
 
-    With --duplicates, an index of 200,000 images takes about a minute on two cores. For
-    more than 20,000 images, only images with roughly similar embeddings are compared,
-    so some pairs can be missed.
-
     To search INDEX, a model bundle must have the encoder fingerprint shown here.
     'edje-index model show' prints the encoder fingerprint of a bundle.
 
     \b
-    Examples:
+    Example:
       edje-index info photos.edje
-      edje-index info photos.edje --duplicates 0.95
-
-    Options:
-        --duplicates: Also list groups of images whose embeddings have at least this
-            cosine similarity, for example 0.95.
     """
     value = describe_index(index)
-    if duplicates is not None:
-        if not isinstance(index, Path) or value["state"] != "finished":
-            raise UsageError("--duplicates needs a finished index in a directory")
-        from edje_index.search.duplicates import near_duplicates
-        from storage_formats.format.rows import read_rows
-
-        value["near_duplicates"] = [
-            read_rows(index, row_ids, ["row_id", "uri"]).to_pylist()
-            for row_ids in near_duplicates(index, duplicates)
-        ]
-    lines = [f"{name:<14}{text}" for name, text in _lines(value)]
-    for number, group in enumerate(value.get("near_duplicates", []), 1):
-        lines.append(f"near duplicates, group {number}:")
-        lines += [f"{image['row_id']:>9}  {image['uri']}" for image in group]
-    if duplicates is not None and not value["near_duplicates"]:
-        lines.append(f"no two images have a similarity of {duplicates:g} or more")
-    print_result(value, *lines)
+    print_result(value, *(f"{name:<14}{text}" for name, text in _lines(value)))
 
 
 def describe_index(root: Path | str) -> Json:
@@ -307,8 +272,6 @@ def _content_lines(value: Json) -> Iterator[tuple[str, str]]:
 
 
 @command()
-@index_argument
-@json_option
 def failures(index: IndexLocation) -> None:
     """List the inputs of INDEX that could not be indexed.
 

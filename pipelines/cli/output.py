@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import math
@@ -26,6 +27,8 @@ from storage_formats.remote.urls import IndexLocation
 _Result = TypeVar("_Result")
 LOG_KEY = "pipelines.cli.log"
 """Key of the value of `--log` in `click.Context.meta`."""
+JSON = "--json"
+"""Key of the value of `--json` in `click.Context.meta`."""
 
 
 class _Standard(io.FileIO):
@@ -203,26 +206,25 @@ def run_job(
     **options: Any,
 ) -> _Result:
     """Call `job` inside `running_job`, and return its result. Besides `arguments` and
-    `options`, `job` gets the callbacks `on_event` and `should_stop`.
+    `options`, `job` gets those of the callbacks `on_event`, `should_stop`,
+    `on_progress` and `say` that it takes. After a signal to stop, `on_progress` raises
+    JobStopped.
     """
-    with running_job(resume=resume) as (on_event, should_stop):
-        return job(*arguments, on_event=on_event, should_stop=should_stop, **options)
+    from pipelines.progress.events import (
+        StatusMessage,
+        progress_callback,
+        stop_at_events,
+    )
 
-
-def run_steps(
-    function: Callable[..., _Result],
-    *arguments: Any,
-    stopped: str,
-    **options: Any,
-) -> _Result:
-    """Call `function` inside `running_job`, and return its result.
-
-    Besides `arguments` and `options`, the function gets the callback `on_progress`, to
-    which it reports each step. After a signal to stop, the callback raises JobStopped
-    with the message `stopped`.
-    """
-    from pipelines.progress.events import progress_callback, stop_at_events
-
-    with running_job() as (on_event, should_stop):
-        on_progress = progress_callback(stop_at_events(on_event, should_stop, stopped))
-        return function(*arguments, on_progress=on_progress, **options)
+    names = inspect.signature(job).parameters
+    stops = not {"should_stop", "on_progress"}.isdisjoint(names)
+    with running_job(resume=resume, stops=stops) as (on_event, should_stop):
+        stopped = stop_at_events(on_event, should_stop, "stopped before the end")
+        callbacks = {
+            "on_event": on_event,
+            "should_stop": should_stop,
+            "on_progress": progress_callback(stopped),
+            "say": lambda text: on_event(StatusMessage(text)),
+        }
+        options |= {name: callbacks[name] for name in callbacks if name in names}
+        return job(*arguments, **options)

@@ -49,10 +49,6 @@ def test_every_command_explains_itself_with_examples(run, path):
         (["build", "photos", "--out", "index", "--batch-size", "0"], "batch-size"),
         (["build", "photos", "--out", "index", "--engine", "spark"], "engine"),
         (
-            ["search", "index", "text", "-k", "20", "--pool", "10"],
-            "--pool 10 is smaller",
-        ),
-        (
             ["build", "photos", "--out", "s3://b/n"],
             "s3://b/n is a URL, but a path on this machine is needed",
         ),

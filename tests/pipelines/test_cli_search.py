@@ -236,7 +236,10 @@ def test_senseless_combinations_are_refused(run, root):
             ["--queries", "q.txt", "--html", "x.html"],
             "--html has no effect with --queries",
         ),
-        (["text", "--pool", "3"], "--pool 3 is smaller than -k 10"),
+        (
+            ["text", "--pool", "3"],
+            "--pool: k must be at most pool, got k = 10 and pool = 3",
+        ),
         (
             ["--image", "x.jpg", "--score", "logit"],
             "--score has no effect with --image",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -34,23 +33,16 @@ def root(tmp_path_factory, tiny_bundle) -> Path:
     return folder / "i.edje"
 
 
-def test_copies_in_other_files_form_one_group(root, run):
+def test_copies_in_other_files_form_one_group(root):
     groups = near_duplicates(root, 0.999)
     assert [0, 2, 4] in groups
     assert all(3 not in rows for rows in groups)
-    code, out, _ = run("info", root, "--duplicates", "0.999", "--json")
-    listed = json.loads(out)["near_duplicates"]
-    assert code == 0
-    assert [[image["row_id"] for image in group] for group in listed] == groups
-    _, out, _ = run("info", root, "--duplicates", "0.999")
-    assert "near duplicates, group 1:\n        0  " in out
 
 
-def test_an_index_without_duplicates_says_so(root, run, tmp_path):
+def test_an_index_without_duplicates_has_no_groups(root, tmp_path):
     copy = shutil.copytree(root, tmp_path / "copy.edje")
     delete_rows(copy, rows=[2, 4])
-    _, out, _ = run("info", copy, "--duplicates", "1")
-    assert out.endswith("\nno two images have a similarity of 1 or more\n")
+    assert near_duplicates(copy, 1) == []
 
 
 @pytest.mark.parametrize("similarity", [0, 1.01, float("nan")])

@@ -266,7 +266,7 @@ def test_the_heat_of_a_word_is_that_of_its_nearest_token(case):
 def test_what_cannot_be_explained_is_refused(case, run, tmp_path):
     for arguments, words in (
         (["99"], "has no tokens; choose a row"),
-        (["--split", "x"], "--images, --split and --against need --captions"),
+        (["--split", "x"], "need captions; give captions"),
         (["--precision", "fp8"], "fp8"),
         (["--model", case / "other"], "with this bundle: 'edje-index build PHOTOS"),
     ):

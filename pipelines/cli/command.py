@@ -1,0 +1,291 @@
+"""Makes commands of the functions that do their work: the signature of a function gives
+the arguments and options of its command, and its docstring gives their help.
+
+The source of the function is parsed, and the function is imported only when the command
+runs. So help and wrong usage need none of the libraries that the function imports.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib.abc
+import importlib.util
+import inspect
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from pipelines.cli.options import DTYPE, PATH, location, precision_name
+from pipelines.cli.output import JSON, print_result, run_job
+from storage_formats.errors import EdjeError
+
+_COMMON = "pipelines.jobs.build:build_index"
+"""The function whose docstring describes the parameters that other docstrings leave
+out.
+"""
+# Parameters that are no arguments or options.
+_NOT_GIVEN = ("job", "on_event", "on_progress", "should_stop", "say")
+# Types of the values of options by the name of the type of the parameter. All other
+# values are texts.
+_LOCATION = click.types.FuncParamType(location)
+_LOCATION.name = "path"
+_TYPES = {"int": int, "float": float, "Path": PATH, "IndexLocation": _LOCATION}
+# Settings of click for parameters of these names, which the signature cannot express.
+_PRECISION = {"metavar": "NAME", "type": precision_name}
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "address": {"metavar": "HOST:PORT"},
+    "device": {"type": click.Choice(["auto", "cpu", "cuda"])},
+    "drop": _PRECISION,
+    "dtype": {"type": DTYPE},
+    "exclude": {"metavar": "PATTERN"},
+    "include": {"metavar": "PATTERN"},
+    "indexes": {"metavar": "INDEX..."},
+    "max_failed": {"metavar": "SHARE"},
+    "max_vanished": {"metavar": "SHARE"},
+    "precision": _PRECISION,
+    "precisions": _PRECISION,
+    "source": _PRECISION,
+    "to": _PRECISION,
+    "sources": {"metavar": "SOURCE...", "type": str},
+    "where": {"metavar": "FILTER"},
+}
+# Matches a parameter in the section "Args:" of a docstring, and its description.
+_DESCRIBED = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
+# Matches the part of a description that says what None means.
+_MEANING_OF_NONE = re.compile(r"[;.] None (?:selects|is|for) (.+?)\.(?= |$)")
+
+
+class Job:
+    """The function that a command runs.
+
+    Attributes:
+        given: values of the parameters of the function, without those that have neither
+            a value nor a default.
+        result: what the command prints with --json: the result of the function, unless
+            the command sets another object.
+        exit_code: exit code of the command.
+    """
+
+    def __init__(self, target: str, resume: str, given: dict[str, Any]) -> None:
+        self.given = given
+        self.result: Any = None
+        self.exit_code = 0
+        self._target = target
+        self._resume = resume
+
+    def run(self, **changes: Any) -> Any:
+        """Call the function with the values in `given` and `changes`, and return its
+        result.
+        """
+        module, _, name = self._target.partition(":")
+        resumed = filter(None, map(self.given.get, self._resume.split()))
+        self.result = run_job(
+            getattr(importlib.import_module(module), name),
+            resume=next(resumed, False),
+            **{**self.given, **changes},
+        )
+        return self.result
+
+
+def command(
+    target: str = "",
+    *,
+    name: str | None = None,
+    resume: str = "",
+    **flags: str | None,
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Return a decorator that makes a command of a function, whose docstring is the
+    help of the command.
+
+    Args:
+        target: function that the command runs, as "module:function". The decorated
+            function gets the `Job`, runs it, and yields the lines to print. Its own
+            keyword-only parameters are further options. If `target` is empty, the
+            decorated function does everything itself, and may return an exit code.
+        name: name of the command. None selects the name of the decorated function.
+        resume: names of parameters. The first that has a value is passed to
+            `running_job` as `resume`.
+        flags: for each parameter whose option does not have its name, the option; None
+            for a parameter that the command does not have. Parameters without a default
+            are arguments, unless an option is given for them or they are keyword-only.
+    """
+
+    def decorate(function: Callable[..., Any]) -> click.Command:
+        def run(**values: Any) -> Any:
+            given = {name: value for name, value in values.items() if value is not None}
+            if not target:
+                return function(**given)
+            names = inspect.signature(function).parameters
+            own = {name: given.pop(name) for name in names if name in given}
+            job = Job(target, resume, given)
+            lines = list(function(job, **own))
+            print_result(job.result, *lines)
+            return job.exit_code
+
+        text, _, _ = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:\n")
+        return Command(
+            name or function.__name__.replace("_", "-"),
+            callback=run,
+            help=text,
+            targets=[
+                *filter(None, [target]),
+                f"{function.__module__}:{function.__name__}",
+            ],
+            flags=flags,
+        )
+
+    return decorate
+
+
+class Command(click.Command):
+    """A command whose arguments and options are read from the source of a function when
+    they are first needed.
+
+    Args:
+        targets: functions, as "module:function". The last gives the parameters; a later
+            docstring is used for what an earlier one does not describe.
+        flags: see `command`.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        targets: list[str],
+        flags: dict[str, str | None],
+        **settings: Any,
+    ) -> None:
+        super().__init__(*arguments, **settings)
+        self._targets = targets
+        self._flags = flags
+        # Now the property below gives the parameters.
+        del self.params
+
+    @functools.cached_property
+    def params(self) -> list[click.Parameter]:  # type: ignore[override]
+        rows = []
+        for target in self._targets:
+            arguments = _function(target).args
+            names = [*arguments.args, *arguments.kwonlyargs]
+            defaults = [*arguments.defaults, *arguments.kw_defaults]
+            required = [None] * (len(names) - len(defaults))
+            for each, default in zip(names, [*required, *defaults], strict=True):
+                name = each.arg
+                flag = self._flags.get(name, f"--{name}".replace("_", "-"))
+                if name in _NOT_GIVEN or flag is None:
+                    continue
+                if each in arguments.args and name not in self._flags:
+                    flag = name.upper()
+                rows.append((each, default, flag))
+                self._flags[name] = flag
+        parameters = [self._parameter(*row) for row in rows]
+        return [
+            *parameters,
+            click.Option(
+                ["--json"],
+                is_flag=True,
+                expose_value=False,
+                callback=lambda context, _, value: context.meta.update({JSON: value}),
+                help="Print one JSON object on standard output.",
+            ),
+        ]
+
+    def _parameter(
+        self,
+        argument: ast.arg,
+        default: ast.expr | None,
+        flag: str,
+    ) -> click.Parameter:
+        """Return the click parameter for a parameter of the function.
+
+        Args:
+            default: None if the parameter has no default.
+            flag: the option, or the name of the argument in capital letters.
+        """
+        name = argument.arg
+        annotation = list(ast.walk(argument.annotation))
+        kinds = [node.id for node in annotation if isinstance(node, ast.Name)]
+        settings: dict[str, Any] = {"required": default is None}
+        for kind in filter(_TYPES.__contains__, kinds):
+            settings["type"] = _TYPES[kind]
+        if "Literal" in kinds:
+            values = (getattr(node, "value", None) for node in annotation)
+            settings["type"] = click.Choice([v for v in values if isinstance(v, str)])
+        # A default that is no literal is left to the function.
+        with contextlib.suppress(ValueError):
+            if default is not None and (value := ast.literal_eval(default)):
+                settings["default"] = value
+        settings |= _SETTINGS.get(name, {})
+        is_repeated = "Sequence" in kinds
+        if not flag.startswith("-"):
+            return click.Argument([name], nargs=-1 if is_repeated else 1, **settings)
+        return click.Option(
+            [flag if len(name) > 1 else f"-{name}", name],
+            is_flag="bool" in kinds,
+            multiple=is_repeated,
+            help=self._help(name),
+            **settings,
+        )
+
+    def _help(self, name: str) -> str:
+        """Return the help of the option for the parameter `name`: its description in a
+        docstring, with names of parameters replaced by those of options and arguments.
+        """
+        for target in (*self._targets, _COMMON):
+            described = _described(target)
+            if name in described:
+                break
+        text = " ".join(described[name].split()).removeprefix("True to ")
+        meanings = _MEANING_OF_NONE.findall(text)
+        text = _MEANING_OF_NONE.sub(".", text)
+        text += "".join(f"  [default: {meaning}]" for meaning in meanings)
+        text = re.sub(
+            r"`(\w+)`", lambda match: self._flags.get(match[1]) or match[0], text
+        )
+        return text[0].upper() + text[1:]
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. If an EdjeError names a parameter, put the name that this
+        option or argument has on the command line in front of the error message.
+
+        Raises:
+            click.BadParameter: the value of a parameter is NaN.
+        """
+        for parameter in self.params:
+            value = ctx.params.get(parameter.name)
+            if isinstance(value, float) and math.isnan(value):
+                raise click.BadParameter("nan is not a number", ctx, parameter)
+        try:
+            return super().invoke(ctx)
+        except EdjeError as error:
+            # The error may also name an option of `edje-index` itself, such as --log,
+            # which stands before the name of the command.
+            for parameter in (*self.params, *ctx.find_root().command.params):
+                if parameter.name == error.parameter:
+                    name = max(parameter.opts, key=len)
+                    if isinstance(parameter, click.Argument):
+                        name = parameter.metavar or parameter.name.upper()
+                    error.args = (f"{name}: {error}",)
+            raise
+
+
+@functools.cache
+def _function(target: str) -> ast.FunctionDef:
+    """Return the parsed definition of `target`, a function "module:function"."""
+    module, _, name = target.partition(":")
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert isinstance(spec.loader, importlib.abc.InspectLoader)
+    for node in ast.parse(spec.loader.get_source(module) or "").body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return node
+    raise LookupError(target)
+
+
+def _described(target: str) -> dict[str, str]:
+    """Return the descriptions of the parameters of a function, by name."""
+    return dict(_DESCRIBED.findall(ast.get_docstring(_function(target)) or ""))
