@@ -4,37 +4,16 @@ printing of its results.
 
 from __future__ import annotations
 
-import json
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from pipelines.cli.options import (
-    FILE,
-    PATH,
-    POSITIVE,
-    Command,
-    device_option,
-    json_option,
-    model_option,
-    option,
-    precision_name,
-    stored_precisions_option,
-)
-from pipelines.cli.output import note, wants_json
+from pipelines.cli.command import Job, command
+from pipelines.cli.output import note, print_result
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec
-
-_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-_PARTS = ["limits", "decode", "score", "pool", "search", "train"]
-_report_option = click.option(
-    "--report",
-    "report_folder",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Directory for the report, in Markdown and JSON, with a picture.",
-)
 
 
 @click.group()
@@ -47,41 +26,30 @@ def bench() -> None:
     """
 
 
-bench.command_class = Command
-
-
-def _print(report: dict[str, Any], lines: Iterable[str]) -> None:
-    """Print a report as one JSON object with --json, otherwise as `lines`."""
-    # `print_json` would sort the keys. Here they keep the order of the measurements.
-    text = json.dumps(report, default=str) if wants_json() else "\n".join(lines)
-    click.echo(text)
-
-
-def _run(
-    benchmark: Callable[..., dict[str, Any]], *arguments: Any, **options: Any
-) -> int:
-    """Run a benchmark and print its report. Return 1 if a run failed or if its result
-    was wrong.
+def _run(job: Job, **changes: Any) -> Iterable[str]:
+    """Run a benchmark and return the lines of its report. The exit code is 1 if a run
+    failed or if its result was wrong.
     """
     from benchmarks.report import report_lines
 
     # SIGTERM raises KeyboardInterrupt, which also ends the process of the current run.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        report = benchmark(*arguments, note, **options)
+        report = job.run(**changes)
     finally:
         signal.signal(signal.SIGTERM, before)
-    _print(report, report_lines(report))
     problems = [[row["case"], *row["problems"]] for row in report["rows"]]
-    return int(any(word in str(problems) for word in ("'failed'", "WRONG")))
+    job.exit_code = int(any(word in str(problems) for word in ("'failed'", "WRONG")))
+    return report_lines(report)
 
 
-@bench.command("make-synthetic")
-@click.argument("out", type=PATH)
-@option("--rows", POSITIVE, required=True)
-@stored_precisions_option
-@json_option
-def make_synthetic_command(out: Path, rows: int, precisions: tuple[str, ...]) -> None:
+@command(precisions="--precision")
+def make_synthetic(
+    out: Path,
+    *,
+    rows: int,
+    precisions: Sequence[str] = ("bf16",),
+) -> None:
     """Write an index of random blocks to OUT for benchmarks. A block has 64 tokens of
     width 384, as in the EDJE paper.
 
@@ -89,28 +57,24 @@ def make_synthetic_command(out: Path, rows: int, precisions: tuple[str, ...]) ->
     Example:
       edje-index bench make-synthetic /tmp/random.edje --rows 100000
 
-    Options:
-        --rows: Number of rows.
+    Args:
+        rows: number of rows.
     """
-    from benchmarks.synthetic import make_synthetic
+    from benchmarks.synthetic import make_synthetic as write
 
     names = tuple(dict.fromkeys(precisions))
     spec = IndexSpec(rows, SHARD_SIZE, (64, 384), embed_dim=384, precisions=names)
-    make_synthetic(out, spec)
-    report = {"index": str(out), "rows": rows, "shards": spec.shards}
-    _print(report, [f"{rows} rows in {spec.shards} shards"])
+    write(out, spec)
+    value = {"index": str(out), "rows": rows, "shards": spec.shards}
+    print_result(value, f"{rows} rows in {spec.shards} shards")
 
 
-@bench.command("fetch")
-@click.argument("index", type=PATH)
-@option("--precision", precision_name, key="precisions", multiple=True)
-@option("--pool", POSITIVE, default=50_000)
-@option("--quick", bool)
-@option("--paper", bool)
-@option("--repeats", POSITIVE, default=5)
-@_report_option
-@json_option
-def fetch_command(index: Path, **options: Any) -> int:
+@command(
+    "benchmarks.fetch:bench_fetch",
+    report_folder="--report",
+    precisions="--precision",
+)
+def fetch(job: Job) -> Iterable[str]:
     """Measure how fast blocks of INDEX are fetched, and compare the rate with the disk
     and with other libraries. Linux only.
 
@@ -124,31 +88,24 @@ def fetch_command(index: Path, **options: Any) -> int:
       edje-index bench fetch photos.edje --quick
       edje-index bench fetch photos.edje --precision fp8 --pool 5000 --report out
 
-    Options:
-        --precision: Precision to compare with other libraries; repeatable. For the
-            other stored precisions, only the large fetch of this package is
-            measured.  [default: all stored precisions]
-        --pool: Number of blocks per large fetch, limited to half the rows of the index.
-        --quick: Take about three minutes on an idle machine: fewer runs, other
-            libraries at one precision only, and only the first GiB of the index, which
-            may fit in a cache of the drive.
-        --paper: Repeat only the test of the EDJE paper: 50,000 of 100,000 blocks,
+    Args:
+        precisions: precision to compare with other libraries; repeatable. For the
+            other stored precisions, only the large fetch of this package is measured.
+            If there are none, all stored precisions are compared.
+        pool: number of blocks per large fetch, limited to half the rows of the index.
+        quick: take about three minutes on an idle machine: fewer runs, other libraries
+            at one precision only, and only the first GiB of the index, which may fit in
+            a cache of the drive.
+        paper: repeat only the test of the EDJE paper: 50,000 of 100,000 blocks,
             contiguous and random.
-        --repeats: Number of runs of each measurement.
+        repeats: number of runs of each measurement.
+        report_folder: directory for the report, in Markdown and JSON, with a picture.
     """
-    from benchmarks.fetch import bench_fetch
-
-    return _run(bench_fetch, index, **options)
+    return _run(job)
 
 
-@bench.command("build")
-@click.argument("photos", type=_FOLDER)
-@option("--model", _FOLDER)
-@option("--images", POSITIVE, default=1000)
-@option("--device", click.Choice(["cpu", "cuda"]), default="cpu")
-@_report_option
-@json_option
-def build_command(photos: Path, **options: Any) -> int:
+@command("benchmarks.build:bench_build", report_folder="--report", repeats=None)
+def build(job: Job) -> Iterable[str]:
     """Compare builds with a loop that decodes, resizes and encodes photos in one
     thread. Linux only.
 
@@ -161,28 +118,24 @@ def build_command(photos: Path, **options: Any) -> int:
       edje-index bench build ~/photos
       edje-index bench build ~/photos --model model/ --images 2000
 
-    Options:
-        --model: Directory of the model bundle.  [default: a model that costs nothing]
-        --images: Number of images to index. If PHOTOS has fewer images, images are used
-            several times.
-        --device: Device that runs the model.
+    Args:
+        model: directory of the model bundle. None selects a model that costs nothing.
+        images: number of images to index. If there are fewer, images are used several
+            times.
+        device: device that runs the model.
+        report_folder: directory for the report, in Markdown and JSON, with a picture.
     """
-    from benchmarks.build import bench_build
-
-    return _run(bench_build, photos, **options)
+    return _run(job)
 
 
-@bench.command("search")
-@click.argument("index", type=PATH)
-@option("--queries", FILE)
-@model_option
-@option("--pool", POSITIVE, key="pools", multiple=True, default=(100,))
-@option("--only", click.Choice(["rerank", "late", "serve"]), multiple=True)
-@option("--seconds", click.FloatRange(1), default=10.0)
-@device_option
-@_report_option
-@json_option
-def search_command(index: Path, queries: Path | None, **options: Any) -> int:
+@command(
+    "benchmarks.search:bench_search",
+    report_folder="--report",
+    pools="--pool",
+    queries_file="--queries",
+    queries=None,
+)
+def search(job: Job, *, queries_file: Path | None = None) -> Iterable[str]:
     """Measure searches of INDEX: the joint encoder in pairs per second, the stages of a
     query, late interaction beside other libraries, and the service under load. Linux
     only.
@@ -199,27 +152,30 @@ def search_command(index: Path, queries: Path | None, **options: Any) -> int:
       edje-index bench search photos.edje --queries captions.txt \\
         --pool 20 --pool 100 --report out
 
-    Options:
-        --queries: Text file with one query per line, or .jsonl file, for the service.
-        --pool: Number of candidates per query; repeatable.
-        --only: Measure only this workload; repeatable.  [default: all]
-        --seconds: Duration of each load of the service in seconds.
+    Args:
+        queries_file: text file with one query per line, or .jsonl file, for the
+            service.
+        model: directory of the model bundle. None selects the bundle that built INDEX.
+        pools: number of candidates per query; repeatable.
+        only: measure only this workload: rerank, late or serve; repeatable. If there
+            are none, all are measured.
+        seconds: duration of each load of the service in seconds.
+        device: device that runs the model. auto uses cuda if a CUDA device is
+            available.
+        report_folder: directory for the report, in Markdown and JSON, with a picture.
     """
-    from benchmarks.search import bench_search
     from edje_index.search.query import read_queries
 
-    texts = read_queries(queries) if queries else []
-    return _run(bench_search, index, queries=texts, **options)
+    return _run(job, queries=read_queries(queries_file) if queries_file else [])
 
 
-@bench.command("gpu")
-@click.argument("photos", type=_FOLDER)
-@option("--part", click.Choice(_PARTS), key="parts", multiple=True)
-@option("--seconds", click.FloatRange(1), default=540.0)
-@option("--tiny", bool)
-@_report_option
-@json_option
-def gpu_command(photos: Path, **options: Any) -> int:
+@command(
+    "benchmarks.gpu:bench_gpu",
+    report_folder="--report",
+    parts="--part",
+    device=None,
+)
+def gpu(job: Job) -> Iterable[str]:
     """Check whether the results on a GPU are right, and measure how near the rates come
     to the limits of the device.
 
@@ -233,29 +189,25 @@ def gpu_command(photos: Path, **options: Any) -> int:
       edje-index bench gpu ~/photos --report out
       edje-index bench gpu ~/photos --tiny
 
-    Options:
-        --part: Run only this part; repeatable.  [default: all, and builds]
-        --seconds: Time limit. A part that needs more than what is left is skipped.
-        --tiny: Rehearse with small models, which are fast enough for a CPU.
+    Args:
+        parts: run only this part: limits, decode, score, pool, search or train;
+            repeatable. If there are none, all run, and builds.
+        seconds: time limit. A part that needs more than what is left is skipped.
+        tiny: rehearse with small models, which are fast enough for a CPU.
+        report_folder: directory for the report, in Markdown and JSON, with a picture.
     """
-    from benchmarks.gpu import bench_gpu
-
-    return _run(bench_gpu, photos, **options)
+    return _run(job)
 
 
-@bench.command("paper")
-@click.argument("experiments", metavar="[EXPERIMENT]...", nargs=-1)
-@option("--data", _FOLDER, required=True)
-@option("--out", PATH, required=True)
-@option("--config", FILE)
-@option("--model")
-@option("--commands", bool, key="listing")
-@json_option
-def paper_command(
-    experiments: tuple[str, ...],
-    listing: bool,
-    model: str | None,
-    **options: Any,
+@command(listing="--commands")
+def paper(
+    experiments: Sequence[str] = (),
+    *,
+    data: Path,
+    out: Path,
+    config: Path | None = None,
+    model: str | None = None,
+    listing: bool = False,
 ) -> int:
     """Repeat the tables and figures of the EDJE paper, and compare the results with the
     published values.
@@ -274,13 +226,13 @@ def paper_command(
       edje-index bench paper all --data data --out study
       edje-index bench paper --model edje --data data --out study
 
-    Options:
-        --data: Directory of the data sets, towers and language models.
-        --out: Directory for models, indexes and tables.
-        --config: TOML file with settings for all training runs.
-        --model: Measure this trained model of 64 tokens, without training: the
-            directory of a bundle, or a model of 'model get', such as edje.
-        --commands: Print the remaining commands without running them.
+    Args:
+        data: directory of the data sets, towers and language models.
+        out: directory for models, indexes and tables.
+        config: TOML file with settings for all training runs.
+        model: measure this trained model of 64 tokens, without training: the directory
+            of a bundle, or a model of 'model get', such as edje.
+        listing: print the remaining commands without running them.
     """
     from benchmarks.paper.experiments import (
         EXPERIMENTS,
@@ -292,17 +244,27 @@ def paper_command(
     from pipelines.jobs.hub import find_model
 
     names = tuple(EXPERIMENTS) if experiments == ("all",) else experiments
+    bundle = None
     if model is not None:
         names = names or OF_A_MODEL
-        options["model"] = find_model(model, note)
+        bundle = find_model(model, note)
     if not names or set(names) - set(EXPERIMENTS):
         raise click.UsageError(f"choose from {', '.join(EXPERIMENTS)}, or 'all'")
     study = Study(
-        say=lambda line: click.echo(line, err=not listing), listing=listing, **options
+        data,
+        out,
+        lambda line: click.echo(line, err=not listing),
+        config,
+        listing,
+        bundle,
     )
     reports = run_experiments(names, study)
     if not listing:
-        tables = [*map(table_lines, reports.values())]
-        _print(reports, [line for lines in tables for line in (*lines, "")])
+        tables = map(table_lines, reports.values())
+        print_result(reports, *(line for lines in tables for line in (*lines, "")))
     states = {report["state"] for report in reports.values()}
     return int(not listing and states == {"needs data"})
+
+
+for each in (build, fetch, gpu, make_synthetic, paper, search):
+    bench.add_command(each)

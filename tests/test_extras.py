@@ -100,9 +100,9 @@ from pipelines.cli import main
 from storage_formats import TokenStore, verify_index
 index = {str(INDEX)!r}
 print(TokenStore.open(index, "nvfp4").fetch([11, 0]).shape, verify_index(index))
-quantize = ["quantize", {str(tmp_path / "index")!r}, "--to", "int8", "--quiet"]
+quantize = ["quantize", {str(tmp_path / "index")!r}, "--to", "int8"]
 for arguments in (
-    ["info", index], ["verify", index, "--quiet"], ["bench", "--help"], quantize
+    ["info", index], ["verify", index], ["bench", "--help"], quantize
 ):
     assert main(arguments) == 0, arguments
 """)

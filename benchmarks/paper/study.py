@@ -289,7 +289,7 @@ class Study:
                 "".join(json.dumps({"path": path}) + "\n" for path in paths).encode(),
             )
         out = f"{OUT}/images.edje"
-        options = ("--model", bundle, "--out", out, "--quiet")
+        options = ("--model", bundle, "--out", out)
         folder, report = self.command("build", "build", images, *options)
         return folder / "images.edje", report
 

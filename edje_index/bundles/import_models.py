@@ -61,7 +61,7 @@ from edje_index.models.weights import (
 )
 from edje_index.scoring.weights import DirectionWeights, ScoreWeights
 from storage_formats.atomic import Json
-from storage_formats.remote.urls import hub_kind
+from storage_formats.remote.urls import IndexLocation, hub_kind
 
 # Repositories that the model card of the EDJE authors names. They are used for
 # checkpoints that name no repositories.
@@ -489,7 +489,7 @@ def load_towers(
 
 @plain_torch()
 def import_checkpoint(
-    checkpoint: str | Path | Source,
+    checkpoint: IndexLocation | Source,
     vision: str | None,
     out: str | Path,
     *,
@@ -510,9 +510,9 @@ def import_checkpoint(
         vision: the towers. ``NAME``, ``NAME:TAG``, ``NAME:/path/to/weights``,
             ``hf-hub:ORG/REPO`` and ``local-dir:DIRECTORY`` name a model of open_clip. A
             directory or ``hf://ORG/REPO`` contains towers of open_clip or SigLIP towers
-            of transformers. None means the repository that the configuration or the
-            model card of the checkpoint names. If neither names a repository, None
-            means the towers of the EDJE authors' model.
+            of transformers. None selects the repository that the configuration or the
+            model card of the checkpoint names, else the towers of the EDJE authors'
+            model.
         out: new directory for the bundle.
         tokenizer_dir: as for `load_published_checkpoint`.
         text_tokenizer_dir: directory with the tokenizer of the text tower. This

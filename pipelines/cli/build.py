@@ -2,96 +2,29 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import click
-
-from edje_index.models import MAX_FRAMES
-from pipelines.cli.options import (
-    DTYPE,
-    POSITIVE,
-    address_option,
-    column_option,
-    command,
-    device_option,
-    engine_option,
-    index_argument,
-    json_option,
-    max_failed_option,
-    model_option,
-    option,
-    out_index_option,
-    quiet_option,
-    shard_size_option,
-    size,
-    stored_precisions_option,
-)
-from pipelines.cli.output import note, print_result, run_job
+from pipelines.cli.command import Job, command
+from pipelines.cli.output import note
 from pipelines.progress.wording import busy_text, by_reason, counted, human_bytes
-from storage_formats.errors import UsageError
 from storage_formats.remote.urls import IndexLocation
 
 if TYPE_CHECKING:
     from pipelines.jobs.build import BuildResult
 
 
-_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
-_NO_MODEL = (
-    "no model: name a model with --model: 'edje' (the trained model of the EDJE paper's"
-    " authors, from the Hugging Face Hub), 'demo' (a small model, without the Hub), or"
-    " the directory of a model bundle"
+@command(
+    "pipelines.jobs.build:build_index",
+    resume="out",
+    out="--out",
+    model="--model",
+    helpers=None,
+    memory=None,
+    max_pixels=None,
+    precisions="--precision",
 )
-
-
-@command()
-@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
-@out_index_option
-@option("--model")
-@engine_option
-@option("--workers", POSITIVE)
-@option("--helpers", click.IntRange(0))
-@option("--threads", POSITIVE)
-@address_option
-@shard_size_option
-@option("--batch-size", POSITIVE)
-@device_option
-@option("--dtype", DTYPE)
-@stored_precisions_option
-@option("--dedupe", bool)
-@column_option
-@option(
-    "--include",
-    multiple=True,
-    metavar="PATTERN",
-)
-@option(
-    "--exclude",
-    multiple=True,
-    metavar="PATTERN",
-)
-@max_failed_option
-@option("--max-pixels", POSITIVE)
-@option(
-    "--truncated",
-    click.Choice(["fail", "load"]),
-    default="fail",
-)
-@option(
-    "--frames",
-    click.IntRange(1, MAX_FRAMES),
-    metavar="N",
-)
-@option(
-    "--memory",
-    size,
-    metavar="SIZE",
-)
-@option("--dry-run", bool)
-@quiet_option
-@json_option
-def build(dry_run: bool, **options: Any) -> None:
+def build(job: Job) -> Iterator[str]:
     """Build a new index of the images in every SOURCE.
 
     A SOURCE is a directory, an archive (tar, zip), a Parquet file of images, an image
@@ -118,67 +51,36 @@ def build(dry_run: bool, **options: Any) -> None:
       find photos -name '*.jpg' | edje-index build - --out found.edje --model model
       edje-index build list.parquet --column image_path --out list.edje \\
         --model model --device cuda
-      edje-index build photos --out photos.edje --model model --memory 8G
       edje-index build photos --out photos.edje --model model --address head:6379
       edje-index build clips --out clips.edje --model model --frames 8
-
-    Options:
-        --model: Directory of the model bundle, or a model of 'model get', such as edje.
-        --workers: Number of worker processes, which share the GPUs.  [default: twice
-            the number of GPUs, or number of CPUs divided by --threads, but only as many
-            as the memory has room for]
-        --helpers: Number of processes per worker that read, decode and resize images.
-            [default: --threads on a CPU, a share of the CPUs on cuda]
-        --threads: Number of CPU threads per worker.  [default: number of CPUs, at most
-            4]
-        --batch-size: Number of images per forward pass.  [default: 8 on a CPU, 128 on
-            cuda]
-        --dtype: Data type of the model's matrix products. auto is bfloat16 on cuda and
-            on CPUs with bfloat16 instructions, and float32 on other CPUs.  [default:
-            bfloat16 on cuda, float32 on cpu]
-        --dedupe: Encode byte-identical images only once.
-        --include: Use only the inputs that match a pattern as in .gitignore;
-            repeatable.
-        --exclude: Leave out the inputs that match a pattern as in .gitignore;
-            repeatable.
-        --max-pixels: Fail images with more pixels than this.  [default: 89478485]
-        --truncated: What to do with a truncated image: fail makes a failed row, load
-            indexes the readable part of the image.
-        --frames: Also index videos: encode N evenly spaced frames of each
-            video.  [default: ignore videos]
-        --memory: Plan for at most this much memory on this machine, for example 500M or
-            8G.  [default: the free memory]
-        --dry-run: Show the work, and the disk space and memory that it needs. Write
-            nothing.
     """
-    if options["model"] is None:
-        raise UsageError(_NO_MODEL)
-    from pipelines.jobs.build import build_index
     from pipelines.jobs.hub import find_model
     from pipelines.jobs.resources import described
 
-    options["model"] = find_model(options["model"], note)
-    out = options["out"]
-    resume = not dry_run and out
-    result = run_job(build_index, resume=resume, dry_run=dry_run, **options)
+    result = job.run(model=find_model(str(job.given["model"]), note))
+    out = job.given["out"]
     if result.estimate is not None:
         needs = result.estimate
         shards = counted(result.shards, "shard")
         if needs["finished_shards"]:
             shards += f", {needs['finished_shards']:,} finished"
-        lines = [
-            f"{counted(result.inputs, 'input')} = {result.indexed:,} to encode +"
-            f" {result.duplicates:,} duplicates + {result.failed:,} that cannot be"
-            " read",
-            f"{counted(result.rows, 'row')} in {shards}",
-            f"disk {described(needs['disk_bytes'])};"
-            f" {human_bytes(needs['free_disk_bytes'])} free",
-            f"memory at least {described(needs['memory_bytes'])};"
-            f" {human_bytes(needs['free_memory_bytes'])} available",
-        ]
-        print_result(result, *(f"{out}: {line}" for line in lines))
+        yield (
+            f"{out}: {counted(result.inputs, 'input')} = {result.indexed:,} to encode +"
+            f" {result.duplicates:,} duplicates + {result.failed:,} that cannot be read"
+        )
+        yield f"{out}: {counted(result.rows, 'row')} in {shards}"
+        yield (
+            f"{out}: disk {described(needs['disk_bytes'])};"
+            f" {human_bytes(needs['free_disk_bytes'])} free"
+        )
+        yield (
+            f"{out}: memory at least {described(needs['memory_bytes'])};"
+            f" {human_bytes(needs['free_memory_bytes'])} available"
+        )
         return
-    counts = (
+    if result.already_finished:
+        yield f"{out} is already finished; nothing was done"
+    yield (
         f"{out}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed +"
         f" {result.duplicates:,} duplicates + {result.failed:,} failed, in"
         f" {counted(result.shards, 'shard')}"
@@ -190,10 +92,8 @@ def build(dry_run: bool, **options: Any) -> None:
             f" {result.bottleneck or 'none'}"
         )
         speed += f" ({busy_text(result.busy)})" if result.busy else ""
-    lines = [counts, speed]
-    if result.already_finished:
-        lines = [f"{out} is already finished; nothing was done", counts]
-    print_result(result, *lines)
+    if not result.already_finished:
+        yield speed
     _note_failures(result, out)
     if result.truncated:
         note(
@@ -211,20 +111,10 @@ def _note_failures(result: BuildResult, index: IndexLocation) -> None:
         )
 
 
-@command()
-@index_argument
-@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
-@column_option
-@max_failed_option
-@model_option
-@engine_option
-@quiet_option
-@json_option
-def append(
-    index: IndexLocation,
-    sources: tuple[str, ...],
-    **options: Any,
-) -> None:
+@command(
+    "pipelines.jobs.update:append_index", resume="index", workers=None, address=None
+)
+def append(job: Job) -> Iterator[str]:
     """Add the images of every SOURCE to INDEX.
 
     'edje-index build --help' describes SOURCE. New rows are encoded with the settings
@@ -238,41 +128,21 @@ def append(
       edje-index append photos.edje photos/2026
       edje-index append cc3m.edje 'cc3m/{00332..00340}.tar' --engine inline
     """
-    from pipelines.jobs.update import append_index
-
-    result = run_job(append_index, index, sources, resume=index, **options)
+    result = job.run()
+    index = job.given["index"]
     at = "" if result.first_row is None else f" (row ids from {result.first_row:,})"
-    line = (
+    yield (
         f"{index}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed{at} +"
         f" {result.duplicates:,} duplicates + {result.failed:,} failed, in"
         f" {counted(result.shards, 'new shard')}; {result.seconds:.1f} s"
     )
-    print_result(result, line)
     _note_failures(result, index)
 
 
-@command()
-@index_argument
-@click.argument("sources", nargs=-1, metavar="[SOURCE...]")
-@option("--dry-run", bool)
-@option("--retry-failed", bool)
-@option("--restore", bool)
-@option(
-    "--max-vanished",
-    click.FloatRange(0, 1),
-    metavar="SHARE",
-    default=0.5,
+@command(
+    "pipelines.jobs.update:update_index", resume="index", workers=None, address=None
 )
-@max_failed_option
-@model_option
-@engine_option
-@quiet_option
-@json_option
-def update(
-    index: IndexLocation,
-    sources: tuple[str, ...],
-    **options: Any,
-) -> None:
+def update(job: Job) -> Iterator[str]:
     """Add, replace and delete rows so that INDEX matches its sources.
 
     Without SOURCE, the command uses the sources recorded in INDEX. If you give SOURCE,
@@ -297,18 +167,9 @@ def update(
       edje-index update photos.edje --dry-run
       edje-index update photos.edje
       edje-index update photos.edje --retry-failed
-
-    Options:
-        --dry-run: Show the changes without applying them.
-        --retry-failed: Also try again to index failed inputs that have not changed.
-        --restore: Also index again the files whose rows 'edje-index delete' removed.
-        --max-vanished: Stop if the files of more than this share of the rows are
-            missing.
     """
-    from pipelines.jobs.update import update_index
-
-    resume = not options["dry_run"] and index
-    result = run_job(update_index, index, sources, resume=resume, **options)
+    result = job.run()
+    index = job.given["index"]
     done = f"{counted(result.deleted, 'row')} deleted; {result.seconds:.1f} s"
     if result.dry_run:
         done = (
@@ -321,30 +182,22 @@ def update(
     if result.edited:
         rows = counted(result.edited, "unchanged photo")
         done = f"columns of {rows} changed; {done}"
-    line = (
+    yield (
         f"{index}: {counted(result.inputs, 'input')} = {result.unchanged:,} unchanged +"
         f" {result.new:,} new + {result.changed:,} changed + {result.duplicates:,}"
         f" duplicates + {result.failed:,} failed{stay_deleted};"
         f" {result.vanished:,} vanished; {done}"
     )
-    print_result(result, line)
     if not result.dry_run:
         _note_failures(result, index)
 
 
-@command("import-arrays")
-@click.argument("tokens", type=_FILE)
-@click.argument("embeddings", type=_FILE)
-@click.argument("rows", type=_FILE, required=False)
-@out_index_option
-@stored_precisions_option
-@option(
-    "--encoder",
-    default="unknown",
-    metavar="NAME",
+@command(
+    "pipelines.jobs.import_arrays:import_arrays",
+    out="--out",
+    precisions="--precision",
 )
-@json_option
-def import_arrays(**options: Any) -> None:
+def import_arrays(job: Job) -> Iterator[str]:
     """Make an index from arrays of tokens and embeddings that your own encoder
     computed.
 
@@ -365,34 +218,12 @@ def import_arrays(**options: Any) -> None:
         --out pages.edje --precision fp8
       edje-index import-arrays tokens.npy embeddings.npy rows.parquet \\
         --out pages.edje --encoder colpali-v1.3
-
-    Options:
-        --encoder: Name and version of your encoder.
     """
-    from pipelines.jobs.import_arrays import import_arrays as run_import
-    from storage_formats.codecs import codec
-
-    started = time.monotonic()
-    options["precisions"] = tuple(dict.fromkeys(options["precisions"]))
-    manifest = run_job(run_import, **options)
-    spec = manifest.spec
-    seconds = time.monotonic() - started
-    record_bytes = {
-        name: codec(name, spec.block_shape).record_bytes for name in spec.precisions
-    }
-    value = {
-        "rows": spec.rows,
-        "shards": spec.shards,
-        "block_shape": spec.block_shape,
-        "embed_dim": spec.embed_dim,
-        "bytes_per_image": record_bytes,
-        "ann": manifest.ann["kind"],
-        "seconds": seconds,
-    }
-    m, d = spec.block_shape
-    line = (
-        f"{options['out']}: {counted(spec.rows, 'row')} of {m} x {d} tokens in"
-        f" {counted(spec.shards, 'shard')}, {seconds:.1f} s"
+    result = job.run()
+    m, d = result.block_shape
+    yield (
+        f"{job.given['out']}: {counted(result.rows, 'row')} of {m} x {d} tokens in"
+        f" {counted(result.shards, 'shard')}, {result.seconds:.1f} s"
     )
-    sizes = [f"{name:6} {size:7,} bytes per row" for name, size in record_bytes.items()]
-    print_result(value, line, *sizes)
+    for name, size in result.bytes_per_image.items():
+        yield f"{name:6} {size:7,} bytes per row"

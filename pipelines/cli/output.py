@@ -29,6 +29,8 @@ LOG_KEY = "pipelines.cli.log"
 """Key of the value of `--log` in `click.Context.meta`."""
 JSON = "--json"
 """Key of the value of `--json` in `click.Context.meta`."""
+QUIET = "--quiet"
+"""Key of the value of `--quiet` in `click.Context.meta`."""
 
 
 class _Standard(io.FileIO):
@@ -106,7 +108,7 @@ def finite(value: Any) -> Any:
 def print_json(value: dict[str, Any]) -> None:
     """Print `value` as a JSON object on one line of standard output."""
     # `default=str` turns values of other types, such as times and paths, into text.
-    click.echo(json.dumps(finite(value), sort_keys=True, default=str))
+    click.echo(json.dumps(finite(value), default=str))
 
 
 def print_line(text: str) -> None:
@@ -115,16 +117,14 @@ def print_line(text: str) -> None:
 
 
 def is_given(option: str) -> bool:
-    """Return True if the running command was given the flag `option`, which is "--json"
-    or "--quiet".
-    """
+    """Return True if the flag `option`, which is `JSON` or `QUIET`, was given."""
     context = click.get_current_context(silent=True)
     return context is not None and bool(context.meta.get(option))
 
 
 def wants_json() -> bool:
     """Return True if the command prints JSON."""
-    return is_given("--json")
+    return is_given(JSON)
 
 
 def print_result(result: Any, *lines: str) -> None:
@@ -174,7 +174,7 @@ def running_job(
 
     context = click.get_current_context(silent=True)
     log: Path | None = None if context is None else context.meta.get(LOG_KEY)
-    display = Display(sys.stderr, quiet=quiet or is_given("--quiet"))
+    display = Display(sys.stderr, quiet=quiet or is_given(QUIET))
     try:
         with (
             # Standard output must contain nothing but the result, so text that

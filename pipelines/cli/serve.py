@@ -7,71 +7,35 @@ import os
 import re
 import threading
 import webbrowser
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
-from click.core import ParameterSource
 
-from pipelines.cli.options import (
-    command,
-    device_option,
-    dtype_option,
-    local_index_argument,
-    model_option,
-    option,
-)
+from pipelines.cli.command import command
 from pipelines.cli.output import note, print_line, run_job
+from storage_formats.arguments import as_number
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 
 _KEYS_VARIABLE = "EDJE_API_KEYS"
 _MIN_KEY_LETTERS = 16
-_OF_HTTP = ("--host", "--port", "--allowed-host", "--insecure", "--deadline")
+_OF_HTTP = ("host", "port", "hosts", "insecure", "deadline")
 _LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]"]
 
 
-@command()
-@local_index_argument
-@option(
-    "--host",
-    default="127.0.0.1",
-    metavar="ADDRESS",
-)
-@option(
-    "--port",
-    click.IntRange(0, 65535),
-    default=8000,
-)
-@model_option
-@device_option
-@dtype_option
-@option(
-    "--allowed-host",
-    key="hosts",
-    metavar="NAME",
-    multiple=True,
-)
-@option("--insecure", bool)
-@option(
-    "--deadline",
-    click.FloatRange(0.1, 3600),
-    default=30.0,
-)
-@option(
-    "--mcp",
-    bool,
-    key="is_mcp",
-)
+@command(hosts="--allowed-host", is_mcp="--mcp", json=None)
 def serve(
     index: Path,
-    host: str,
-    port: int,
-    hosts: tuple[str, ...],
-    insecure: bool,
-    deadline: float,
-    is_mcp: bool,
-    **options: Any,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    model: Path | None = None,
+    device: str = "auto",
+    hosts: Sequence[str] = (),
+    insecure: bool = False,
+    deadline: float = 30.0,
+    is_mcp: bool = False,
 ) -> None:
     """Serve search and re-ranking of INDEX over HTTP, with a search page for browsers.
 
@@ -90,32 +54,33 @@ def serve(
       edje-index serve photos.edje --host 0.0.0.0 --allowed-host photos.example.org
       edje-index serve photos.edje --mcp
 
-    Options:
-        --host: Address to listen on.
-        --port: Port to listen on; 0 chooses a free port.
-        --allowed-host: Additional host name that clients may use for the service;
-            repeatable.
-        --insecure: Allow an address that other machines can reach, although no API keys
+    Args:
+        host: address to listen on.
+        port: port to listen on; 0 chooses a free port.
+        model: directory of the model bundle. None selects the bundle that built INDEX.
+        device: device that runs the model. auto uses cuda if a CUDA device is
+            available.
+        hosts: additional host name that clients may use for the service; repeatable.
+        insecure: allow an address that other machines can reach, although no API keys
             are set.
-        --deadline: Maximum seconds per request; slower requests fail with HTTP status
+        deadline: maximum seconds per request; slower requests fail with HTTP status
             504.
-        --mcp: Serve one assistant through the Model Context Protocol on standard input
+        is_mcp: serve one assistant through the Model Context Protocol on standard input
             and output, instead of HTTP. It needs no address and no API keys.
     """
     if is_mcp:
-        context = click.get_current_context()
-        for parameter in context.command.params:
-            flag = parameter.opts[0]
-            source = context.get_parameter_source(str(parameter.name))
-            if flag in _OF_HTTP and source == ParameterSource.COMMANDLINE:
-                raise UsageError(f"{flag} has no effect with --mcp: leave out {flag}")
+        for name in _OF_HTTP:
+            source = click.get_current_context().get_parameter_source(name)
+            if source is click.core.ParameterSource.COMMANDLINE:
+                raise UsageError("no effect with --mcp: leave it out", parameter=name)
         if _KEYS_VARIABLE in os.environ:
             note(f"note: {_KEYS_VARIABLE} has no effect with --mcp")
         with name_missing_extra("mcp"):
             from edje_index.search.token_index import TokenIndex
             from pipelines.service.mcp import mcp_server
-        mcp_server(TokenIndex.open(index, **options)).run()
+        mcp_server(TokenIndex.open(index, model, device=device)).run()
         return
+    deadline = as_number(deadline, "deadline", 0.1, 3600)
     text = os.environ.get(_KEYS_VARIABLE)
     keys = re.findall(r"[^,\s]+", text or "")
     if text is not None and not keys:
@@ -150,7 +115,7 @@ def serve(
     limits = Limits(deadline_seconds=deadline)
     with listen(host, port) as listener:
         note(f"loading {index}")
-        opened = open_warm(index, **options)
+        opened = open_warm(index, model, device=device)
         run_service(
             opened,
             limits,
@@ -161,10 +126,8 @@ def serve(
         )
 
 
-@command()
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@option("--model")
-def show(folder: Path, model: str | None) -> None:
+@command(json=None)
+def show(folder: Path, *, model: str | None = None) -> None:
     """Index the photos in FOLDER, and open a page in the browser that searches them.
 
     The index is FOLDER.edje. The first run downloads the model, as 'model get' does:
@@ -177,9 +140,9 @@ def show(folder: Path, model: str | None) -> None:
       edje-index show photos
       edje-index show photos --model edje
 
-    Options:
-        --model: Directory of the model bundle, or a model of 'model get', which is kept
-            in the user's cache.  [default: demo]
+    Args:
+        model: directory of the model bundle, or a model of 'model get', which is kept
+            in the user's cache. None selects demo.
     """
     with name_missing_extra("serve"):
         from pipelines.service.guard import Limits

@@ -245,53 +245,54 @@ def build_index(
     Args:
         sources: one or several directories, archives, lists of paths or image files.
             The rows of the index have the order of the sources.
-        out: directory of the index.
-        model: directory of the model bundle.
-        engine: "ray" or "inline".
-        workers: number of worker processes; None derives the number from the hardware.
+        out: directory of the new index.
+        model: directory of the model bundle. On the command line, also a model of
+            'model get', such as edje (the trained model of the paper's authors, from
+            the Hugging Face Hub) or demo (a small model, without the Hub).
+        engine: execution engine: Ray workers (ray) or this process (inline).
+        workers: number of worker processes, which share the GPUs. None selects twice
+            the number of GPUs, or the number of CPUs divided by `threads`, but only as
+            many as the memory has room for.
         helpers: number of helper processes per shard being encoded, which read, decode
             and resize images; 0 prepares them in the process of the worker. None
             derives the number from the hardware.
-        threads: number of CPU threads per worker; None derives the number from the
-            hardware. A resumed build keeps the number of the first run.
-        shard_size: number of rows per shard. None is 1,024 for an index of less than
-            about 2 million rows. For a larger index, None is the largest power of two,
-            at most 16,384, with which the index has at least 1,000 shards.
-        batch_size: number of images per forward pass; None is 8 on a CPU and 128
-            on cuda. A resumed build keeps the number of the first run.
-        device: device of the encoder: "auto", "cpu", "cuda" or, with the engine inline,
-            "cuda:N". "auto" is cuda if this machine, or the cluster at `address`, has
-            a GPU.
-        dtype: data type of the encoder's matrix products: "float32", "bfloat16" or
-            "auto". "auto" is bfloat16 on cuda, and on a CPU if the CPU of the process
-            that plans the build has bfloat16 instructions. None is bfloat16 on cuda and
-            float32 on every CPU. A resumed build keeps the type of the first run.
-        precisions: precisions of the stored tokens.
-        dedupe: True to encode byte-identical inputs only once.
-        column: name of the path column in lists of paths; None selects the first column
-            with a usual name, such as "path".
-        include: patterns in the syntax of .gitignore, for example "/2024/" or "*.jpg".
-            They are compared with the path of an input in its source. Only inputs that
-            match a pattern are indexed; if there are no patterns, all inputs are.
-        exclude: patterns of inputs that are not indexed, compared in the same way.
-            `append_index` and `update_index` use the patterns of the index.
+        threads: number of CPU threads per worker. A resumed build keeps the number of
+            the first run. None selects the number of CPUs, at most 4.
+        shard_size: number of rows per shard. None selects 1024, and more from about 2
+            million rows on, but at most 16384.
+        batch_size: number of images per forward pass. A resumed build keeps the number
+            of the first run. None selects 8 on a CPU and 128 on cuda.
+        device: device that runs the model. auto is cuda if this machine, or the cluster
+            at `address`, has a GPU. With the engine inline, Python also takes "cuda:N".
+        dtype: data type of the model's matrix products: float32, bfloat16 or auto. auto
+            is bfloat16 on cuda, and on a CPU if the CPU of the process that plans the
+            build has bfloat16 instructions. A resumed build keeps the type of the first
+            run. None selects bfloat16 on cuda and float32 on every CPU.
+        precisions: precision of the stored tokens; repeatable.
+        dedupe: True to encode byte-identical images only once.
+        column: column with the images or image paths, if a source is a table. None
+            selects a column of images, or the first of path, image, file, uri, ....
+        include: use only the inputs that match a pattern as in .gitignore, for example
+            "/2024/" or "*.jpg"; repeatable. The patterns are compared with the path of
+            an input in its source. If there are none, all inputs are used.
+        exclude: leave out the inputs that match a pattern as in .gitignore; repeatable.
+            Appends and updates use the patterns of the index.
         max_pixels: maximum number of pixels of an image; larger images become failed
             rows. None selects `edje_index.images.decode.DEFAULT_MAX_PIXELS`.
-        truncated: "fail" makes a truncated image a failed row. "load" indexes the
-            readable part of the image.
-        frames: number of frames per clip. If it is given, video files are inputs, too.
-            None indexes images only.
-        max_failed: maximum share of failed inputs, 0 to 1. If more inputs fail, the
-            build ends with an error. None allows 1 % of the inputs, but at least 20
-            inputs.
-        address: address of the Ray cluster to join; None starts Ray on this machine.
+        truncated: what to do with a truncated image: fail makes a failed row, load
+            indexes the readable part of the image.
+        frames: also index videos: encode this number of evenly spaced frames of each
+            video. None is for images only.
+        max_failed: stop if more than this share of the images fails, 0 to 1. None
+            selects 0.01, but at least 20 images.
+        address: Ray cluster to join. None selects a new Ray on this machine.
         memory: memory in bytes that the workers on this machine and the
             nearest-neighbour index may need; None is the free memory. The number of
             workers and the kind of nearest-neighbour index are chosen for this limit.
             The operating system does not enforce the limit, and the tokens do not
             depend on it.
-        dry_run: True to list the sources, and return what the build would do and need.
-            Nothing is written.
+        dry_run: show the work, and the disk space and memory that it needs, and write
+            nothing.
         on_event: called with each progress event.
         should_stop: called often; the build stops once `should_stop()` returns True.
 

@@ -397,7 +397,8 @@ def copy_index(
     With `rows` or `where`, only the selected rows are copied, and `out` must be a
     directory. The copied rows are numbered from 0. No token is decoded, and the model
     is not needed. Call the function again with the same arguments to resume a stopped
-    copy. The other arguments are those of `build_index`.
+    copy. `edje_index.search.where` describes filters. The other arguments are those of
+    `build_index`.
 
     Args:
         index: directory of the index, or its URL.
@@ -405,11 +406,11 @@ def copy_index(
             `az://`) or on the Hugging Face Hub (`hf://datasets/OWNER/NAME`). A
             repository that does not exist is created, and is private.
         snapshot: number of the snapshot to copy; None copies the current snapshot.
-        replace: True to replace an index at the URL `out`, and to remove the files of
-            that index that are not files of the copy.
-        rows: ids of the rows to copy.
-        where: filter such as "licence is null", see `edje_index.search.where`. Rows
-            that pass the filter are copied, too.
+        replace: replace any index at the URL `out`, and remove the files of that index
+            that are not files of the copy.
+        rows: id of a row to copy; repeatable.
+        where: filter such as "licence is null". Rows that pass the filter are copied,
+            too.
 
     Raises:
         UsageError: there is no index at `index`, `out` is not free, no row is selected,

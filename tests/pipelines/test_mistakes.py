@@ -41,8 +41,8 @@ MISTAKES = [
     (
         "build photos --out new.edje",
         2,
-        "no model",
-        "'demo' (a small model, without the Hub)",
+        "Missing option '--model'",
+        "demo (a small model, without the Hub)",
     ),
     (f"build photos {BUILD}2", 2, "inline2", "ray"),
     ("serch photos.edje x", 2, "No such command", "Did you mean 'search'"),

@@ -61,7 +61,7 @@ def test_the_authors_model_by_name(
         write_photo(tmp_path / "photos" / f"{seed}.jpg", seed)
     index = tmp_path / "photos.edje"
     arguments = ("build", tmp_path / "photos", "--model", "edje", "--engine", "inline")
-    code, _, error = run(*arguments, "--out", index, "--quiet")
+    code, _, error = run(*arguments, "--out", index)
     assert (code, error.count("downloading ")) == (0, 3)
     assert "downloading shahafw/edje-vl-image-retrieval-reranker@" in error
     assert "(0.5 MB)" in error

@@ -104,7 +104,6 @@ def test_a_build_is_logged_and_the_next_run_appends(run, photos, tiny_bundle, tm
         1,
         "--device",
         "cpu",
-        "--quiet",
     ]
     build = [
         "--log",

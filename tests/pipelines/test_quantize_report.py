@@ -146,7 +146,7 @@ def test_stored_captions_are_the_queries(built, tmp_path):
 def test_the_command_prints_writes_and_changes_nothing(synthetic, tmp_path, capsys):
     root, _ = synthetic
     before = files(root)
-    assert main(["quantize", str(root), "--report", "--quiet"]) == 0
+    assert main(["quantize", str(root), "--report"]) == 0
     out = capsys.readouterr().out
     assert "| precision | bits per value | bytes per image |" in out
     assert (
@@ -157,7 +157,6 @@ def test_the_command_prints_writes_and_changes_nothing(synthetic, tmp_path, caps
                 "--report",
                 str(tmp_path / "out"),
                 "--json",
-                "--quiet",
             ]
         )
         == 0
@@ -173,7 +172,7 @@ def test_the_command_prints_writes_and_changes_nothing(synthetic, tmp_path, caps
 def test_wrong_usage(synthetic, capsys):
     for arguments, words in (
         ([], "give --to, --drop or --report"),
-        (["--to", "fp8", "--model", "m"], "--model need --report"),
+        (["--to", "fp8", "--queries", "q"], "--queries needs --report"),
         (["--to", "fp3", "--report"], "unknown precision 'fp3'"),
         (["--from", "nvfp4", "--report"], "does not have precision 'nvfp4'"),
     ):

@@ -163,7 +163,7 @@ def test_too_many_vanished_rows_are_refused(built, photos, run):
         ),
     ):
         update(built, max_vanished=0.4)
-    code, _, error = run("update", built, "--max-vanished", 0.4, "--dry-run", "--quiet")
+    code, _, error = run("update", built, "--max-vanished", 0.4, "--dry-run")
     assert (
         code,
         error.startswith("error: --max-vanished: the inputs of 4 of 9 rows no"),
@@ -508,9 +508,7 @@ def test_the_command(built, photos, run):
         "9 inputs = 5 unchanged + 2 new + 1 changed + 0 duplicates + 1 failed; 2"
         " vanished; would add 3 rows" in output
     )
-    code, output, errors = run(
-        "update", built, "--engine", "inline", "--quiet", "--json"
-    )
+    code, output, errors = run("update", built, "--engine", "inline", "--json")
     assert code == 0
     assert json.loads(output)["snapshot"] == 1
     assert "2 inputs failed: not-an-image 2" in errors

@@ -176,7 +176,7 @@ def test_wrong_use_is_refused(index, tmp_path, run):
     assert "no index at" in run("serve", tmp_path / "none", "--port", "0")[2]
     for option in (["--host", "0.0.0.0"], ["--port", 8000], ["--insecure"]):
         code, _, err = run("serve", index, "--mcp", *option)
-        assert (code, f"{option[0]} has no effect with --mcp" in err) == (2, True)
+        assert (code, f"{option[0]}: no effect with --mcp" in err) == (2, True)
     for host in ("0.0.0.0", "::", "photos.example.org"):
         code, _, err = run("serve", index, "--host", host, "--port", "0")
         assert (code, "set EDJE_API_KEYS, or give --insecure" in err) == (2, True)
