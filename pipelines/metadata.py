@@ -6,23 +6,16 @@ The metadata becomes source columns of the rows table (SPEC.md section 9).
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import math
 import re
 import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import pyarrow as pa
-
-from edje_index.inputs.json_lines import text_lines
-from edje_index.inputs.ranges import POINTERS
-from storage_formats.atomic import Json
-from storage_formats.format.column_types import BYTES, TEXT, column_kind
-from storage_formats.format.parquet import iter_batches
+from edje_index.inputs.names import parse_sidecars
+from edje_index.inputs.tables import BAD_NAME, UNREADABLE
 from storage_formats.format.source_columns import (
     Value,
     is_allowed,
@@ -30,14 +23,8 @@ from storage_formats.format.source_columns import (
     stored_name,
 )
 
-CAPTIONS = "captions"
-"""Name of the column with the lines of a `.txt` file beside an image."""
-
-# keys under which `Ignored` counts metadata that cannot be stored
-BINARY = "(binary column)"
-UNREADABLE = "(unreadable metadata)"
+# key under which `Ignored` counts numbers that cannot be stored
 NOT_FINITE = "(number not finite)"
-BAD_NAME = "(column name not allowed)"
 # A text with lone surrogates is not valid Unicode. The surrogates stand for bytes that
 # are not UTF-8, or come from escapes in JSON.
 _BROKEN = re.compile("[\ud800-\udfff]")
@@ -107,142 +94,13 @@ def source_values(
 def sidecar_values(
     contents: Mapping[str, bytes | None], ignored: Ignored
 ) -> dict[str, Value] | None:
-    """Return the metadata in the files next to an image; None if there is no metadata.
-
-    The `.json` file contains an object of values. Each line of the `.txt` file is a
-    caption.
-
-    `contents` has the content of each file by suffix (see `SIDECAR_SUFFIXES`), or None
-    for a file that cannot be used.
+    """Return the metadata in the files next to an image, see `parse_sidecars`; None if
+    there is no metadata. Files that cannot be used are counted in `ignored`.
     """
-    values: Json = {}
-    # `.json` comes before `.txt`. If the object has captions, they win over the lines.
-    for suffix, content in sorted(contents.items()):
-        try:
-            text = (content or b"").decode("utf-8-sig")
-            parsed = (
-                json.loads(text)
-                if suffix == ".json"
-                else {CAPTIONS: text_lines(text) or None}
-            )
-        except (ValueError, RecursionError):
-            parsed = None
-        is_pointer = (content or b"").startswith(POINTERS)
-        if content is None or is_pointer or not isinstance(parsed, dict):
-            ignored.count(UNREADABLE)
-        else:
-            values = {**parsed, **values}
+    values, unreadable = parse_sidecars(contents)
+    if unreadable:
+        ignored.count(UNREADABLE, len(unreadable))
     return source_values(values, ignored)
-
-
-def metadata_columns(
-    schema: Any,
-    input_column: str | None,
-    ignored: Ignored,
-) -> list[str]:
-    """Return the names of the columns with metadata. These are all columns except
-    `input_column` and unusable columns.
-
-    A column is unusable if it has binary values, or if another column has the same
-    name. Unusable columns are counted in `ignored`.
-    """
-    copies = Counter(schema.names)
-    names: list[str] = []
-    for field in schema:
-        if field.name == input_column:
-            continue
-        if copies[field.name] > 1:
-            ignored.count(BAD_NAME)
-        elif holds_binary(field.type):
-            ignored.count(BINARY)
-        else:
-            names.append(field.name)
-    return names
-
-
-def holds_binary(arrow_type: Any) -> bool:
-    """Return True if an Arrow type is binary, or contains a binary type, such as a list
-    or a struct of binary values.
-    """
-    fields = [arrow_type.field(index) for index in range(arrow_type.num_fields)]
-    return column_kind(arrow_type) == BYTES or any(
-        holds_binary(field.type) for field in fields
-    )
-
-
-def features_of(schema: Any) -> dict[str, Json]:
-    """Return the descriptions of columns ("features") that Hugging Face Datasets
-    recorded in a Parquet schema, by column name; {} if another program wrote the file.
-    """
-    with contextlib.suppress(
-        AttributeError, KeyError, TypeError, ValueError, RecursionError
-    ):
-        features = json.loads((schema.metadata or {})[b"huggingface"])["info"][
-            "features"
-        ]
-        return {
-            name: feature
-            for name, feature in features.items()
-            if isinstance(feature, dict)
-        }
-    return {}
-
-
-def parquet_rows(
-    file: Any,
-    names: list[str],
-    rows: int,
-    leaves: list[str] | None = None,
-) -> Iterator[tuple[Any, ...]]:
-    """For each row of an open Parquet file, yield the values of the columns `names` as
-    Python objects.
-
-    A class label of Hugging Face Datasets becomes the name of the class. A text that is
-    not UTF-8 becomes bytes. A value that no Python type can hold becomes text, or empty
-    bytes if it cannot be converted to text.
-
-    Args:
-        file: open Parquet file.
-        names: names of the columns, in the order in which the values are yielded.
-        rows: number of rows to read at once.
-        leaves: paths of the Parquet columns to read, if only parts of structs are
-            needed. None reads `names` completely.
-    """
-    features = features_of(file.schema_arrow)
-    for batch in iter_batches(file, rows, names if leaves is None else leaves):
-        values: list[list[Any]] = []
-        for name in names:
-            column = batch.column(batch.schema.get_all_field_indices(name)[0])
-            if pa.types.is_timestamp(column.type):
-                column = column.cast(pa.timestamp("us", column.type.tz), safe=False)
-            try:
-                values.append(column.to_pylist())
-            except (ValueError, OverflowError):
-                values.append(list(map(_python_value, column)))
-            classes = features.get(name, {}).get("names")
-            # A label that is not the number of a class, such as -1, means that the row
-            # has no label.
-            if isinstance(classes, list) and pa.types.is_integer(column.type):
-                values[-1] = [
-                    classes[label] if label in range(len(classes)) else None
-                    for label in values[-1]
-                ]
-        yield from zip(*values, strict=True)
-
-
-def _python_value(scalar: Any) -> Any:
-    """Convert an Arrow value to a Python object by the rules of `parquet_rows`."""
-    value = scalar.value if isinstance(scalar, pa.DictionaryScalar) else scalar
-    try:
-        return value.as_py()
-    except UnicodeDecodeError:
-        is_text = column_kind(value.type) == TEXT
-        return value.as_buffer().to_pybytes() if is_text else b""
-    except (ValueError, OverflowError):
-        # Python has no type for this value, for example for a date after the year 9999.
-        with contextlib.suppress(pa.ArrowException):
-            return value.cast(pa.string()).as_py()
-        return b""
 
 
 def _checked(value: Any, ignored: Ignored) -> Any:

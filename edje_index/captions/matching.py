@@ -14,8 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from edje_index.captions.reading import SPLIT_KEY, CaptionedImage
+from edje_index.captions.reading import CaptionedImage, usable_captions
 from edje_index.inputs.refs import display_path
+from edje_index.inputs.tables import SPLIT
 from storage_formats.arrays import Bools, Ints
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
@@ -25,7 +26,7 @@ from storage_formats.format.rows import (
     read_all_rows,
     read_index_rows,
 )
-from storage_formats.format.source_columns import caption_columns, captions_of
+from storage_formats.format.source_columns import caption_columns
 
 NOT_IN_INDEX = "not-in-index"
 DELETED = "deleted"
@@ -90,21 +91,18 @@ def stored_captions(
     """
     columns = index.manifest.columns
     captioned = caption_columns(columns)
-    splits = [SPLIT_KEY] if SPLIT_KEY in {column.name for column in columns} else []
+    splits = [column.name for column in columns if column.name == SPLIT]
     table = read_all_rows(index, ("row_id", "uri", "status", *captioned, *splits))
     items = []
     for row in table.to_pylist():
-        captions = captions_of({name: row[name] for name in captioned})
-        if not captions or row["status"] != INDEXED:
-            continue
-        if split is not None and row.get(SPLIT_KEY) != split:
-            continue
         uri = row["uri"]
-        items.append(
-            CaptionedImage(
-                uri, uri, tuple(captions), row.get(SPLIT_KEY), uri, row["row_id"]
-            )
-        )
+        its_split = row.get(SPLIT)
+        if row["status"] == INDEXED and split in (None, its_split):
+            captions, _ = usable_captions({name: row[name] for name in captioned})
+            if captions:
+                items.append(
+                    CaptionedImage(uri, uri, captions, its_split, uri, row["row_id"])
+                )
     if not items:
         which = "" if split is None else f" of the split '{split}'"
         raise UsageError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +20,30 @@ def text_lines(text: str) -> list[str]:
     return [stripped for line in lines if (stripped := line.strip())]
 
 
-def read_json_lines(
-    path: str | bytes | Path, *, decode_errors: str = "strict"
+def read_json_lines(path: str | bytes | Path) -> Iterator[tuple[int, Any, str]]:
+    """Parse a JSON Lines file with `parse_json_lines`."""
+    with open(path, "rb") as file:
+        yield from parse_json_lines(file)
+
+
+def parse_json_lines(
+    lines: Iterable[bytes], decode_errors: str = "strict"
 ) -> Iterator[tuple[int, Any, str]]:
-    """Yield (line number, value, "") for each line of a JSON Lines file, or (line
-    number, None, error) if a line is not JSON.
+    """Yield (line number, value, "") for each line in JSON, or (line number, None,
+    error) if a line is not JSON.
 
     Lines are counted from 1. Blank lines are counted, but not yielded.
 
     Args:
-        path: path of the file, which is UTF-8.
+        lines: the lines of a file in UTF-8.
         decode_errors: error handler for bytes that are not UTF-8, as in `bytes.decode`.
     """
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip(b" \t\r\n\xef\xbb\xbf"):
-                try:
-                    yield (
-                        number,
-                        json.loads(line.decode("utf-8-sig", decode_errors)),
-                        "",
-                    )
-                except UnicodeDecodeError as error:
-                    yield number, None, f"the text is not UTF-8: {error}"
-                except (ValueError, RecursionError) as error:
-                    yield number, None, f"the text is not JSON: {error}"
+    for number, line in enumerate(lines, 1):
+        if line.strip(b" \t\r\n\xef\xbb\xbf"):
+            try:
+                value = json.loads(line.decode("utf-8-sig", decode_errors))
+                yield number, value, ""
+            except UnicodeDecodeError as error:
+                yield number, None, f"the text is not UTF-8: {error}"
+            except (ValueError, RecursionError) as error:
+                yield number, None, f"the text is not JSON: {error}"

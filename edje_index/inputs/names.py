@@ -1,11 +1,17 @@
 """Rules for the names of files: which files are images and clips, and which files hold
-the metadata of an image.
+the metadata of an image. Reads these metadata.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from edje_index.inputs.json_lines import text_lines
+from edje_index.inputs.ranges import POINTERS
+from storage_formats.atomic import Json
+from storage_formats.format.source_columns import CAPTION_COLUMNS
 
 IMAGE_SUFFIXES = frozenset(
     b".jpg .jpeg .jpe .jfif .jif .png .apng .gif .webp .bmp .dib .tif .tiff .ppm .pgm"
@@ -82,3 +88,33 @@ def join_sidecars(names: Iterable[bytes], clips: bool) -> dict[bytes, dict[str, 
         for each in inputs_of_name.get(stem, []) or inputs_of_sample.get(stem, []):
             joined.setdefault(each, {}).setdefault(suffix, name)
     return joined
+
+
+def parse_sidecars(contents: Mapping[str, bytes | None]) -> tuple[Json, list[str]]:
+    """Return (values, unreadable): the metadata in the files next to an image, and the
+    suffixes of the files that cannot be used.
+
+    The `.json` file contains an object of values. Each line of the `.txt` file is a
+    caption. If the object has captions, they win over the lines.
+
+    `contents` has the content of each file by suffix (see `SIDECAR_SUFFIXES`), or None
+    for a file that cannot be used.
+    """
+    values: Json = {}
+    unreadable = []
+    for suffix, content in sorted(contents.items()):
+        data = content or b""
+        try:
+            text = data.decode("utf-8-sig")
+            parsed = (
+                json.loads(text)
+                if suffix == ".json"
+                else {CAPTION_COLUMNS[0]: text_lines(text) or None}
+            )
+        except (ValueError, RecursionError):
+            parsed = None
+        if content is None or data.startswith(POINTERS) or not isinstance(parsed, dict):
+            unreadable.append(suffix)
+        else:
+            values = {**parsed, **values}
+    return values, unreadable

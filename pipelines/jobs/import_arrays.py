@@ -13,13 +13,9 @@ import numpy as np
 import pyarrow as pa
 
 from edje_index.indexing.faiss_build import build_ann, check_faiss
+from edje_index.inputs.tables import parquet_rows, value_columns
 from pipelines.jobs.resources import check_ann_memory, check_disk
-from pipelines.metadata import (
-    Ignored,
-    metadata_columns,
-    parquet_rows,
-    source_values,
-)
+from pipelines.metadata import Ignored, source_values
 from pipelines.progress.events import (
     JobStopped,
     OnEvent,
@@ -222,10 +218,10 @@ def _row_parts(
         raise UsageError(
             f"{path} has several columns {min(repeated)}; leave one of them"
         )
-    others = metadata_columns(
+    others = value_columns(
         pa.schema(field for field in file.schema_arrow if field.name not in own),
         None,
-        ignored,
+        ignored.count,
     )
     if "uri" not in own:
         raise UsageError(

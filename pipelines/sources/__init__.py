@@ -1,5 +1,4 @@
-"""Sources of images: directories, archives, Parquet files, lists of paths, and single
-image files.
+"""Sources of images: directories, archives, tables, and single image files.
 
 This package opens sources, lists their inputs, and finds duplicates. Sources that
 cannot be read or that overlap are refused.
@@ -24,10 +23,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import pyarrow as pa
 
-from edje_index.inputs.containers import ARCHIVE_SUFFIXES, PARQUET_SUFFIX
+from edje_index.inputs.containers import ARCHIVE_SUFFIXES
 from edje_index.inputs.names import has_input_suffix
 from edje_index.inputs.preparation import Columns, Job, Preparation
 from edje_index.inputs.refs import InputRef
+from edje_index.inputs.tables import STANDARD_INPUT, TABLE_SUFFIXES
 from pipelines.progress.events import (
     JobStopped,
     OnEvent,
@@ -36,7 +36,6 @@ from pipelines.progress.events import (
     StatusMessage,
 )
 from pipelines.sources.base import (
-    STANDARD_INPUT,
     ImageFileSource,
     Patterns,
     Source,
@@ -48,22 +47,8 @@ from pipelines.sources.base import (
     unreadable,
 )
 from pipelines.sources.folder import FolderSource
-from pipelines.sources.lists import (
-    CAPTION_SUFFIX,
-    LINES_SUFFIX,
-    TABLE_SUFFIXES,
-    ListSource,
-)
-from pipelines.sources.packed import (
-    ArchiveSource,
-    ParquetImagesSource,
-    find_image_column,
-    is_packed_name,
-    list_column,
-    open_parquet_images,
-    packed_source,
-    scan_ahead,
-)
+from pipelines.sources.packed import ArchiveSource, is_packed_name, scan_ahead
+from pipelines.sources.table import TableSource
 from storage_formats.errors import UsageError
 from storage_formats.format.source_columns import metadata_text
 from storage_formats.remote.files import list_remote_folder, require_libraries
@@ -77,14 +62,12 @@ from storage_formats.remote.urls import (
 from storage_formats.threads import ordered_map, usable_cpus
 
 ACCEPTED = (
-    f"a directory, an archive ({', '.join(ARCHIVE_SUFFIXES)}), a Parquet file of"
-    f" images, a list of paths ({', '.join((*TABLE_SUFFIXES, LINES_SUFFIX))}, or - for"
-    f" standard input), a caption file ({CAPTION_SUFFIX}, of COCO or Karpathy), an"
-    " image file, a URL of any of these, or a quoted pattern such as"
-    " 'shards-{0000..0127}.tar' or 'shards/*.tar'"
+    f"a directory, an archive ({', '.join(ARCHIVE_SUFFIXES)}), a table of images or of"
+    f" paths ({', '.join(TABLE_SUFFIXES)}, or - for standard input), an image file, a"
+    " URL of any of these, or a quoted pattern such as 'shards-{0000..0127}.tar' or"
+    " 'shards/*.tar'"
 )
 MAX_EXPANSIONS = 100_000
-_PACKED = (ArchiveSource, ParquetImagesSource)
 _BRACES = re.compile(r"\{(?:(-?\d{1,18})\.\.(-?\d{1,18})|([^{}]*,[^{}]*))\}")
 _MAX_THREADS = 8
 # number of calls per thread that hash inputs ahead of the caller
@@ -127,9 +110,8 @@ def open_sources(
     sources = [open_source(name, column, clips=clips) for name in names]
     for source in sources:
         source.patterns = patterns or source.patterns
-    if column is not None and not any(
-        getattr(source, "column", None) for source in sources
-    ):
+    kinds = (TableSource, FolderSource)
+    if column is not None and not any(isinstance(each, kinds) for each in sources):
         raise UsageError(
             f"the column {column} is given, but no source is a table with columns;"
             " leave the column out",
@@ -160,7 +142,7 @@ def iter_all(sources: Sequence[Source]) -> Iterator[InputRef]:
     # Threads list consecutive archives and Parquet files in parallel, because a thread
     # that reads their headers mostly waits for the disk.
     for are_packed, group in itertools.groupby(
-        sources, lambda source: isinstance(source, _PACKED)
+        sources, lambda source: is_packed_name(source.spec)
     ):
         if are_packed:
             yield from scan_ahead(list(group))
@@ -345,17 +327,15 @@ def open_source(
 
     Args:
         spec: path or URL of the directory or file, or "-" for standard input.
-        column: for a table of paths, the name of the column with the paths; None
-            selects the first column with a name in `PATH_COLUMNS`. For Parquet files of
-            images, the name of the column with the images; None selects the column by
-            its content.
+        column: name of the column of images of a table; None selects one, see
+            `edje_index.inputs.tables.Table`.
         clips: True if video files are inputs, too.
 
     Raises:
         UsageError: the path does not exist, cannot be read, or is not a source.
     """
     if spec == STANDARD_INPUT:
-        return ListSource(spec)
+        return _open_table(spec, None)
     _refuse_credentials(spec)
     if is_url(spec):
         require_libraries(spec)
@@ -378,26 +358,10 @@ def open_source(
     try:
         suffix = os.path.splitext(file_name(spec))[1].lower()
         head = b"" if is_url(spec) else read_head(os.fsencode(spec))
-        if suffix == PARQUET_SUFFIX:
-            with open_parquet_images(os.fsencode(spec)) as (_, parquet):
-                images = find_image_column(parquet, spec, column)
-                lists = list_column(parquet.schema_arrow)
-            if images is None and lists and column in (None, lists):
-                raise SourceError(
-                    f"the column {lists} of {spec} holds lists of images, which are not"
-                    " read; write one image per row, or name the column of paths"
-                )
-            return (
-                ListSource(spec, column)
-                if images is None
-                else ParquetImagesSource(spec, images, clips=clips)
-            )
-        if is_packed_name(spec):
-            return packed_source(spec, clips=clips)
         if suffix in TABLE_SUFFIXES:
-            return ListSource(spec, column)
-        if suffix in (LINES_SUFFIX, CAPTION_SUFFIX):
-            return ListSource(spec)
+            return _open_table(spec, column)
+        if is_packed_name(spec):
+            return ArchiveSource(spec, clips=clips)
         is_image = has_input_suffix(os.fsencode(file_name(spec)), clips) or is_input(
             head, clips
         )
@@ -429,6 +393,12 @@ def open_source(
             f"{spec} is a video; set the number of frames per clip to index videos"
         )
     raise SourceError(f"{spec} is not a source of images; give {ACCEPTED}")
+
+
+def _open_table(spec: str, column: str | None) -> TableSource:
+    source = TableSource(spec, column)
+    source.table.check()
+    return source
 
 
 def _refuse_credentials(url: str) -> None:
@@ -544,7 +514,7 @@ def _contained(sources: Sequence[Source]) -> Iterator[tuple[Source, Source]]:
         is_part = isinstance(source, FolderSource | ImageFileSource)
         # A directory source reads an archive or a Parquet file only if there are no
         # images or clips beside it.
-        if isinstance(source, _PACKED):
+        if is_packed_name(source.spec):
             if not is_url(path) and parents[0] not in names_in:
                 names_in[parents[0]] = os.listdir(parents[0])
             is_part = not is_url(path) and not holds_inputs(

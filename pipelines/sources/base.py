@@ -25,7 +25,8 @@ from edje_index.inputs.containers import split_uri
 from edje_index.inputs.names import has_input_suffix
 from edje_index.inputs.ranges import PointerError
 from edje_index.inputs.refs import InputRef, display_path
-from pipelines.metadata import UNREADABLE, Ignored, sidecar_values, source_values
+from edje_index.inputs.tables import STANDARD_INPUT, UNREADABLE
+from pipelines.metadata import Ignored, sidecar_values, source_values
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.source_columns import Value
@@ -38,8 +39,6 @@ from storage_formats.remote.files import (
 )
 from storage_formats.remote.objects import ObjectStoreError
 from storage_formats.remote.urls import WEB_SCHEMES, has_credentials, is_url, scheme_of
-
-STANDARD_INPUT = "-"
 
 # Control characters and lone surrogates cannot be part of a URL. A request encodes all
 # other characters.

@@ -20,10 +20,7 @@ from edje_index.inputs.names import (
 )
 from edje_index.inputs.ranges import open_file
 from edje_index.inputs.refs import InputRef, display_path
-from pipelines.metadata import (
-    CAPTIONS,
-    UNREADABLE,
-)
+from edje_index.inputs.tables import CAPTIONS, UNREADABLE, Table
 from pipelines.sources.base import (
     Source,
     file_input,
@@ -33,7 +30,6 @@ from pipelines.sources.base import (
     problem_of,
     read_head,
 )
-from pipelines.sources.lists import ListSource
 from pipelines.sources.packed import is_packed_name, packed_source, scan_ahead
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
@@ -340,8 +336,9 @@ class FolderSource(Source):
         """Read the metadata table `name` of a directory, whose column `file_name` names
         the photos. Return False if the table has no such column.
         """
+        table = Table(os.fsdecode(os.path.join(directory.path, name)), _NAME)
         try:
-            table = ListSource(os.fsdecode(os.path.join(directory.path, name)), _NAME)
+            table.check()
         except UsageError as error:
             cause = error.__cause__
             if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
@@ -352,9 +349,14 @@ class FolderSource(Source):
             self.ignored.count(UNREADABLE)
             self._damaged.append(os.path.join(directory.path, b""))
             return True
-        for values in table.values():
+        before = self.ignored.get(UNREADABLE, 0)
+        for entry in table.entries(self.ignored.count):
+            values = entry.values
+            if not values and entry.image is None:
+                self.ignored.count(UNREADABLE)
+                continue
             # As in Hugging Face Datasets, a path may have the backslashes of Windows.
-            listed = str(values.pop(_NAME, "")).replace("\\", "/")
+            listed = str(entry.image or "").replace("\\", "/")
             photo = listed_input(os.path.normpath(listed), directory.path)
             if photo is not None:
                 first, more = self._listed.setdefault(
@@ -364,10 +366,8 @@ class FolderSource(Source):
                 # all values, and the others only add their captions.
                 if first is not values:
                     more.update(dict.fromkeys(_texts(values)))
-        if UNREADABLE in table.ignored:
+        if self.ignored.get(UNREADABLE, 0) > before:
             self._damaged.append(os.path.join(directory.path, b""))
-        for key, count in table.ignored.items():
-            self.ignored.count(key, count)
         return True
 
     def _is_selected(self, uri: str) -> bool:

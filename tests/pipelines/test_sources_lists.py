@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from edje_index.inputs.refs import InputRef, read_bytes
+from edje_index.inputs.tables import NAME_COLUMNS
 from pipelines.sources import open_source, open_sources
-from pipelines.sources.lists import PATH_COLUMNS
 from storage_formats.errors import UsageError
 
 SUFFIXES = pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def write_list(path: Path, values: list[str], column: str = "path") -> Path:
 
 @SUFFIXES
 def test_the_path_column(tmp_path: Path, suffix: str) -> None:
-    for column in PATH_COLUMNS:
+    for column in NAME_COLUMNS:
         assert len(scan(write_list(tmp_path / f"list{suffix}", ["a.jpg"], column))) == 1
     path = write_list(tmp_path / f"list{suffix}", ["a.jpg"], "photo")
     with pytest.raises(UsageError, match=r"name the column with the paths .*photo"):
@@ -165,12 +165,12 @@ def test_lines_name_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         None,
         None,
         "missing",
-        "bad-list-line",
+        "unreadable",
         "bad-list-line",
         None,
     ]
     assert [read_bytes(ref) for ref in refs[:3]] == [b"a.jpg", b"b c.jpg", b"\xff.jpg"]
-    assert refs[4].uri == f"{path}#7"
+    assert refs[5].uri == f"{path}#8"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
     (source,) = open_sources(["-"])
@@ -201,19 +201,43 @@ def test_caption_files(tmp_path: Path) -> None:
         {"captions": ["one"], "image_id": "7"},
         {"captions": ["two", "2"], "image_id": "8"},
     ]
-    (ref,) = captions_in(
-        [{"image": "a.jpg", "caption": text} for text in ("one", "two")]
-    )
-    assert ref.metadata == {"captions": ["one", "two"]}
-    (ref,) = captions_in([{"image": "https://host/a\tb.jpg", "caption": "x"}])
-    assert (ref.uri, ref.problem) == (f"{tmp_path}/captions.json#1", "bad-list-line")
-    for unusable in (
-        {"a": 1},
-        [{"image": "a\0b.jpg", "caption": "x"}],
-        [{"caption": "x"}],
+    lines = [{"image": "a.jpg", "caption": text} for text in ("one", "two")]
+    (ref,) = captions_in(lines)
+    assert ref.metadata == {"caption": ["one", "two"]}
+    for record in (
+        {"image": "https://host/a\tb.jpg", "caption": "x"},
+        {"image": "a\0b.jpg", "caption": "x"},
+        {"image": None, "caption": "x"},
     ):
+        (ref,) = captions_in([record])
+        assert (ref.uri, ref.problem) == (
+            f"{tmp_path}/captions.json#1",
+            "bad-list-line",
+        )
+    for unusable in ({"a": 1}, [{"caption": "x"}]):
         with pytest.raises(UsageError, match=r"captions\.json"):
             captions_in(unusable)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv"])
+def test_consecutive_lines_of_one_image_give_all_its_captions(
+    tmp_path: Path, suffix: str
+) -> None:
+    rows = [("a", "one", 1), ("a", "two", 1), ("a", "three", 2), ("b", "four", 2)]
+    records = [dict(zip(("image", "caption", "n"), row, strict=True)) for row in rows]
+    path = tmp_path / f"list{suffix}"
+    if suffix in (".csv", ".tsv"):
+        with path.open("w", newline="") as file:
+            delimiter = "," if suffix == ".csv" else "\t"
+            writer = csv.DictWriter(file, list(records[0]), delimiter=delimiter)
+            writer.writeheader()
+            writer.writerows(records)
+    elif suffix == ".json":
+        path.write_text(json.dumps(records))
+    else:
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    captions = [ref.metadata["caption"] for ref in scan(path)]
+    assert captions == [["one", "two"], "three", "four"]
 
 
 def test_the_first_line_may_lack_the_path(tmp_path: Path) -> None:

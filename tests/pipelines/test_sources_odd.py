@@ -104,7 +104,8 @@ def test_folders_tars_and_zips_give_the_same_captions(tmp_path_factory, names):
     captioned = {name for name, texts in in_folder.items() if texts}
     if captioned:
         items, _ = read_caption_file(tmp_path / "a.tar")
-        assert {item.image for item in items} == captioned
+        start = f"{tmp_path}/a.tar!"
+        assert {item.image.removeprefix(start) for item in items} == captioned
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(6)))[::37])
@@ -214,7 +215,8 @@ def test_every_suffix_is_an_image_wherever_it_lies(tmp_path):
     path = write_tar(tmp_path / "a.tar", members)
     items, blank = read_caption_file(path)
     assert (len(items), blank) == (len(members) // 2, 0)
-    assert {item.image: list(item.captions) for item in items} == captions_of(path)
+    read = {item.image.removeprefix(f"{path}!"): list(item.captions) for item in items}
+    assert read == captions_of(path)
 
 
 TEXT_TYPES = [
@@ -386,7 +388,7 @@ def test_coco_files_of_other_tools(tmp_path, images, notes, read, missing):
 @pytest.mark.parametrize(
     ("images", "notes", "words"),
     [
-        ([*COCO, {"id": 1, "file_name": "other.jpg"}], NOTES, "images 4: .* same id 1"),
+        ([*COCO, {"id": 1, "file_name": "other.jpg"}], NOTES, "same id 1"),
         ([*COCO, {"id": "1", "file_name": "other.jpg"}], NOTES, "same id 1"),
         (COCO, [*NOTES, {"image_id": "77", "caption": "x"}], "image_id 77"),
         (COCO, [], "contains no captions"),

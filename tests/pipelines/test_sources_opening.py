@@ -10,8 +10,8 @@ import pytest
 from pipelines.sources import expand_braces, open_sources
 from pipelines.sources.base import ImageFileSource
 from pipelines.sources.folder import FolderSource
-from pipelines.sources.lists import ListSource
 from pipelines.sources.packed import ArchiveSource
+from pipelines.sources.table import TableSource
 from storage_formats.errors import UsageError
 
 
@@ -43,7 +43,7 @@ def test_kinds(photos: Path) -> None:
     assert list(map(type, sources)) == [
         FolderSource,
         ArchiveSource,
-        ListSource,
+        TableSource,
         ImageFileSource,
     ]
     assert [source.spec for source in sources] == [str(spec) for spec in specs]

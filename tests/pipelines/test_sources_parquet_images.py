@@ -109,21 +109,6 @@ def test_the_column_can_be_named(tmp_path: Path) -> None:
     assert [ref.uri.rpartition("!")[2] for ref in folder.iter_inputs()] == ["photo/0"]
 
 
-def test_lists_of_images_are_named(tmp_path: Path) -> None:
-    lists = pa.array([[{"bytes": PHOTOS[0], "path": None}]], pa.list_(STRUCT))
-    columns = {"title": ["a"], "photos": lists, "file": ["a.jpg"]}
-    path = write(tmp_path / "a.parquet", columns)
-    write(tmp_path / "b.parquet", {"image": PHOTOS[:1]})
-    message = "the column photos of .*a.parquet holds lists of images"
-    for column in (None, "photos"):
-        with pytest.raises(UsageError, match=message):
-            open_source(str(path), column)
-    assert len(list(open_source(str(path), "file").iter_inputs())) == 1
-    folder = open_source(str(tmp_path))
-    assert len(list(folder.iter_inputs())) == 1
-    assert folder.ignored == {"(lists of images)": 1}
-
-
 def test_sounds_are_no_images_and_labels_have_names(tmp_path: Path) -> None:
     label = {"_type": "ClassLabel", "names": ["cat", "dog"]}
     features = {
@@ -139,7 +124,7 @@ def test_sounds_are_no_images_and_labels_have_names(tmp_path: Path) -> None:
     table = table.replace_schema_metadata(metadata)
     pq.write_table(table, tmp_path / "a.parquet")
     source = open_source(str(tmp_path / "a.parquet"))
-    assert source.column == "image"
+    assert source.table.column == "image"
     assert source.ignored == {}
     labels = [(ref.metadata or {}).get("label") for ref in source.iter_inputs()]
     assert labels == ["cat", "dog", None, None, "dog", *["cat"] * 5]

@@ -16,7 +16,6 @@ from edje_index.captions.reading import (
     check_image_directory,
     read_caption_file,
     read_captions,
-    read_records,
 )
 from storage_formats.errors import UsageError
 
@@ -182,15 +181,10 @@ def test_webdataset(tmp_path):
             "orphan.txt": b"of no image",
         },
     )
+    cat, other = (f"{tmp_path}/shard.tar!{name}" for name in ("00/猫.jpg", "c.png"))
     assert read_captions(file) == [
-        CaptionedImage(
-            "00/猫.jpg",
-            f"{tmp_path}/shard.tar!00/猫.jpg",
-            ("one", "t\u2028w\x0co"),
-            None,
-            "00/猫",
-        ),
-        CaptionedImage("c.png", f"{tmp_path}/shard.tar!c.png", ("three",), "dev", "c"),
+        CaptionedImage(cat, cat, ("one", "t\u2028w\x0co"), None, "00/猫"),
+        CaptionedImage(other, other, ("three",), "dev", "c"),
     ]
     data = file.read_bytes()
     for damaged in (
@@ -208,15 +202,11 @@ def test_webdataset(tmp_path):
         ('{"image": "a.jpg", "caption": "x"', "not JSON"),
         ("[1]", "not a JSON object"),
         ('{"caption": "x"}', "no file name in 'image'"),
-        ('{"image": "a.jpg", "captions": {}}', "neither a string nor a list"),
-        (
-            '{"filepath": "val2014", "sentences": [{"raw": "x"}]}',
-            "no file name in 'filename'",
-        ),
+        ('{"image": "a.jpg", "captions": {"en": "x"}}', "is not a string"),
         ('{"image": "a.jpg", "captions": ["x", 3]}', "not a string"),
         ('{"image": "a\\u0000.jpg", "caption": "x"}', "cannot be a file name"),
-        ('{"image": "a.jpg", "caption": "x \\ud83d"}', "a lone surrogate"),
-        (b'{"image": "a\xff.jpg", "caption": "x"}', "not UTF-8"),
+        ('{"image": "a.jpg", "caption": "x \\ud83d"}', "lone surrogate"),
+        (b'{"image": "a.jpg", "caption": "\xff"}', "not UTF-8"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path, line, words):
@@ -268,22 +258,20 @@ def test_blank_captions_are_left_out_and_counted(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "not JSON"),
+        ("{", r"cannot read the list .*c\.json: Expecting"),
         ("{}", "is in no known format"),
-        ('{"images": [{"filename": "a"}]}', "contains no captions"),
-        (
-            '{"images": [{"filename": "a", "sentences": [{}]}]}',
-            "images 1: one of the captions",
-        ),
+        ('{"images": [{"filename": "a"}]}', "in no known format"),
+        ('{"images": [{"filename": "a", "sentences": [{}]}]}', "in no known format"),
         (
             '{"images": [{"id": 1, "file_name": "a"}], "annotations": []}',
             "contains no captions",
         ),
         (
             '{"images": [], "annotations": [{"caption": "x"}]}',
-            "annotations 1: the annotation has no 'image_id'",
+            "in no known format .*image_id",
         ),
         ("[]", "contains no captions"),
+        ('["a.jpg"]', "line 1 .* not a JSON object"),
     ],
 )
 def test_a_malformed_json_file(tmp_path, content, words):
@@ -308,8 +296,8 @@ def test_tables_of_text_have_the_columns_of_the_lists_that_build_reads(
     first, second, third = read_captions(file)
     assert first == item(tmp_path, NAMES[0], "one", "three", split="dev")
     assert (second.captions, third.path) == (("two",), "https://example.org/d.jpg")
-    file.write_bytes(b"path,caption\n\xff,one\n".replace(b",", delimiter.encode()))
-    with pytest.raises(UsageError, match="is damaged after line"):
+    file.write_bytes(b"path,caption\na,\xff\n".replace(b",", delimiter.encode()))
+    with pytest.raises(UsageError, match=r"line 2: .* not UTF-8"):
         read_captions(file)
 
 
@@ -319,10 +307,9 @@ def test_tables_of_text_have_the_columns_of_the_lists_that_build_reads(
         ("c.csv", "image,caption\n1.jpg,a dog, running\n", "line 2: the line has 3"),
         ("c.tsv", "image\tcaption\n\n1.jpg\tx\ty\n", "line 3: the line has 3 fields"),
         ("c.csv", 'image,caption\n1.jpg,"a dog\n2.jpg,x\n', "begins in line 2 of"),
-        ("c.csv", "image,caption,caption\n1.jpg,x,y\n", "needs one column named capt"),
-        ("c.csv", "image;caption\n1.jpg;x\n", "has the columns 'image;caption'"),
-        ("c.csv", "Image,Caption\n1.jpg,x\n", "has the columns 'Image', 'Caption'"),
-        ("c.csv", "image, caption\n1.jpg,x\n", "has the columns 'image', ' caption'"),
+        ("c.csv", "image;caption\n1.jpg;x\n", "texts: image;caption"),
+        ("c.csv", "Image,Caption\n1.jpg,x\n", "texts: Image, Caption"),
+        ("c.csv", "image, caption\n1.jpg,x\n", "contains no captions"),
         ("c.csv", "image,captions\n1.jpg,\"['x']\"\n", "line 2: .* no JSON list"),
     ],
 )
@@ -336,7 +323,7 @@ def test_columns_of_a_parquet_file_are_named(tmp_path):
     pq.write_table(
         pa.table({"Image": ["1.jpg"], "caption": ["x"]}), tmp_path / "c.parquet"
     )
-    with pytest.raises(UsageError, match="has the columns 'Image', 'caption'"):
+    with pytest.raises(UsageError, match="texts: Image, caption"):
         read_captions(tmp_path / "c.parquet")
 
 
@@ -346,23 +333,11 @@ def test_a_table_may_have_columns_without_a_name_and_lists_in_json(tmp_path):
     assert [each.captions for each in read_captions(file)] == [("x", "y"), ("z",)]
 
 
-def test_a_caption_beside_captions_counts(tmp_path):
-    file = lines(
-        tmp_path / "c.jsonl",
-        {"image": "1.jpg", "captions": ["x", "y"], "caption": "z"},
-        {"image": "2.jpg", "captions": ["x", "y"], "caption": "x"},
-    )
-    assert [each.captions for each in read_captions(file)] == [
-        ("x", "y", "z"),
-        ("x", "y"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("record", "captions"),
     [
         ({"caption": ["x", "y"]}, ("x", "y")),
-        ({"captions": ["x"], "caption": "y"}, ("x", "y")),
+        ({"captions": ["x"], "caption": "y"}, ("x",)),
         ({"captions": ["x"], "caption": ["x"]}, ("x",)),
         ({"captions": ["x"], "caption": 5}, ("x",)),
         ({"captions": "[Photo] a dog"}, ("[Photo] a dog",)),
@@ -372,4 +347,4 @@ def test_a_caption_beside_captions_counts(tmp_path):
 def test_lists_texts_and_both(tmp_path, record, captions):
     path = tmp_path / "captions.jsonl"
     path.write_text(json.dumps({"image": "a.jpg", **record}))
-    assert [item.captions for item in read_records(path)] == [captions]
+    assert [item.captions for item in read_captions(path)] == [captions]
