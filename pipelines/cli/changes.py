@@ -16,6 +16,7 @@ from pipelines.cli.bundles import report_bundle
 from pipelines.cli.command import Job
 from pipelines.cli.command import command as declared
 from pipelines.cli.options import (
+    LOCAL_INDEX,
     command,
     index_argument,
     json_option,
