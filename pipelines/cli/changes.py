@@ -13,16 +13,7 @@ from typing import Any
 import click
 
 from pipelines.cli.bundles import report_bundle
-from pipelines.cli.command import Job
-from pipelines.cli.command import command as declared
-from pipelines.cli.options import (
-    LOCAL_INDEX,
-    command,
-    index_argument,
-    json_option,
-    option,
-    where_option,
-)
+from pipelines.cli.command import Job, command
 from pipelines.cli.output import (
     note,
     print_result,
@@ -39,19 +30,9 @@ _SHOWN = 10
 _PRINT_ONLY = Path("-")
 
 
-@command()
-@index_argument
-@option(
-    "--rows",
-    int,
-    multiple=True,
-    metavar="N",
-)
-@where_option
-@option("--erase", bool)
-@option("--dry-run", bool)
-@json_option
-def delete(index: IndexLocation, **options: Any) -> None:
+# An erasure that stops between its steps has no journal.
+@command("pipelines.jobs.snapshots:delete_rows", resume="erase index", rows="--rows")
+def delete(job: Job) -> Iterator[str]:
     """Delete rows of INDEX.
 
     Deleted rows are no longer searched, fetched or evaluated. The other rows keep their
@@ -69,19 +50,10 @@ def delete(index: IndexLocation, **options: Any) -> None:
       edje-index delete photos.edje --where "uri like '%/2019/%.jpg'" --dry-run
       edje-index delete photos.edje --where "licence is null or width < 100" --dry-run
       edje-index delete photos.edje --where "uri like '%/jane-doe/%'" --erase
-
-    Options:
-        --rows: Row id to delete; repeatable.
-        --erase: Also remove the data of all deleted rows, and all earlier snapshots.
-        --dry-run: Show what would be deleted and change nothing.
     """
-    from pipelines.jobs.snapshots import delete_rows
-
-    # An erasure that stops between its steps has no journal.
-    resume = options["erase"] or index
-    result = run_job(delete_rows, index, resume=resume, **options)
+    result = job.run()
     would = "would be " if result.dry_run else ""
-    line = f"{index}: {counted(len(result.deleted), 'row')} {would}deleted"
+    line = f"{job.given['index']}: {counted(len(result.deleted), 'row')} {would}deleted"
     if result.deleted:
         named = ", ".join(map(str, result.deleted[:_SHOWN]))
         if len(result.deleted) > _SHOWN:
@@ -89,12 +61,12 @@ def delete(index: IndexLocation, **options: Any) -> None:
         line += f" ({named})"
     if result.already_deleted:
         line += f", {result.already_deleted:,} were deleted before"
-    if options["erase"]:
+    if job.given["erase"]:
         line += f", {result.erased:,} {would}erased"
-    print_result(result, f"{line}; {result.left:,} left")
+    yield f"{line}; {result.left:,} left"
 
 
-@declared(settings="--set")
+@command(settings="--set")
 def edit(
     index: IndexLocation,
     *,
@@ -163,11 +135,8 @@ def edit(
     print_result(result, line)
 
 
-@command()
-@index_argument
-@option("--out", LOCAL_INDEX)
-@json_option
-def compact(index: IndexLocation, out: Path | None) -> None:
+@command("pipelines.jobs.copy:compact_index", resume="out", out="--out")
+def compact(job: Job) -> Iterator[str]:
     """Copy INDEX without its deleted rows to a new index.
 
     The rows get new ids, which count from 0, and shards that are not full are joined.
@@ -179,26 +148,16 @@ def compact(index: IndexLocation, out: Path | None) -> None:
     \b
     Example:
       edje-index compact photos.edje --out dense.edje
-
-    Options:
-        --out: New directory for the compacted index.
     """
-    from pipelines.jobs.copy import compact_index
-
-    if out is None:
-        raise UsageError(
-            "a compaction writes a new index and leaves the old one as it is; run"
-            f" 'edje-index compact {index} --out NEW'"
-        )
-    result = run_job(compact_index, index, out, resume=out)
-    line = (
-        f"{out}: {counted(result.rows, 'row')} in {counted(result.shards, 'shard')},"
-        f" {result.removed:,} deleted left out, {result.seconds:.1f} s"
+    result = job.run()
+    yield (
+        f"{job.given['out']}: {counted(result.rows, 'row')} in"
+        f" {counted(result.shards, 'shard')}, {result.removed:,} deleted left out,"
+        f" {result.seconds:.1f} s"
     )
-    print_result(result, line)
 
 
-@declared("pipelines.jobs.copy:merge_indexes", resume="out", out="--out")
+@command("pipelines.jobs.copy:merge_indexes", resume="out", out="--out")
 def merge(job: Job) -> Iterator[str]:
     """Copy several indexes of the same model into one new index.
 
@@ -227,7 +186,7 @@ def merge(job: Job) -> Iterator[str]:
     )
 
 
-@declared(
+@command(
     "pipelines.jobs.copy:copy_index",
     resume="out",
     rows="--rows",
@@ -291,7 +250,7 @@ def copy(job: Job) -> Iterator[str]:
     )
 
 
-@declared("pipelines.jobs.repair:repair_index")
+@command("pipelines.jobs.repair:repair_index")
 def repair(job: Job) -> Iterator[str]:
     """Rebuild damaged or missing files of INDEX from its other files, or from the
     images.
@@ -319,7 +278,7 @@ def repair(job: Job) -> Iterator[str]:
     yield f"{job.given['index']}: {repaired} repaired, {left} left"
 
 
-@declared("pipelines.jobs.snapshots:history")
+@command("pipelines.jobs.snapshots:history")
 def history(job: Job) -> Iterator[str]:
     """List the snapshots of INDEX, oldest first. The last snapshot is the current one.
 
@@ -349,7 +308,7 @@ def history(job: Job) -> Iterator[str]:
         yield line + f" ({details})" * bool(details)
 
 
-@declared("pipelines.jobs.snapshots:roll_back")
+@command("pipelines.jobs.snapshots:roll_back")
 def rollback(job: Job) -> Iterator[str]:
     """Restore the contents that INDEX had at SNAPSHOT, a number that 'edje-index
     history' lists.
@@ -369,7 +328,7 @@ def rollback(job: Job) -> Iterator[str]:
     )
 
 
-@declared("pipelines.jobs.snapshots:remove_snapshots", keep="--keep")
+@command("pipelines.jobs.snapshots:remove_snapshots", keep="--keep")
 def gc(job: Job) -> Iterator[str]:
     """Remove the files of INDEX that no snapshot needs. With --keep, also remove old
     snapshots.
@@ -402,7 +361,7 @@ def _share(sample: str) -> float:
         ) from None
 
 
-@declared()
+@command()
 def verify(
     index: IndexLocation,
     *,
@@ -476,7 +435,7 @@ def ann() -> None:
     """Build the nearest-neighbour index."""
 
 
-@declared(name="build")
+@command(name="build")
 def build_ann(index: IndexLocation, *, ann: str = "auto", recall: float = 0.95) -> None:
     """Build the nearest-neighbour index of INDEX from the stored embeddings, and
     replace the existing one.
@@ -531,7 +490,7 @@ def build_ann(index: IndexLocation, *, ann: str = "auto", recall: float = 0.95) 
 ann.add_command(build_ann)
 
 
-@declared(
+@command(
     "pipelines.jobs.quantize:quantize_index",
     resume="index",
     to="--to",

@@ -10,19 +10,20 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
-import importlib.abc
+import importlib
 import importlib.util
 import inspect
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 
-from pipelines.cli.options import DTYPE, PATH, location, precision_name
 from pipelines.cli.output import JSON, print_result, run_job
-from storage_formats.errors import EdjeError
+from storage_formats.errors import EdjeError, UsageError
+from storage_formats.remote.urls import index_location, local_path
 
 _COMMON = "pipelines.jobs.build:build_index"
 """The function whose docstring describes the parameters that other docstrings leave
@@ -30,18 +31,48 @@ out.
 """
 # Parameters that are no arguments or options.
 _NOT_GIVEN = ("job", "on_event", "on_progress", "should_stop", "say")
-# Types of the values of options by the name of the type of the parameter. All other
-# values are texts.
-_LOCATION = click.types.FuncParamType(location)
-_LOCATION.name = "path"
-_TYPES = {"int": int, "float": float, "Path": PATH, "IndexLocation": _LOCATION}
+
+
+class _LocalPath(click.Path):
+    """Parameter type of paths on this machine. A URL is refused, because otherwise it
+    would be taken for a path inside a directory such as `s3:`.
+    """
+
+    def convert(
+        self,
+        value: Any,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Any:
+        try:
+            local_path(value)
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+        return super().convert(value, param, ctx)
+
+
+def _precision(name: str) -> str:
+    """Parameter type of a precision: the name as `precisions()` lists it."""
+    from storage_formats.codecs import ALIASES
+
+    return ALIASES.get(name, name)
+
+
+PATH = _LocalPath(path_type=Path)
+location = click.types.FuncParamType(index_location)
+"""Parameter type of an index. The URL of an index stays a string, and any other
+argument becomes a `Path`.
+"""
+location.name = "path"
+# Types of values by the name of the type of the parameter. All other values are texts.
+_TYPES = {"int": int, "float": float, "Path": PATH, "IndexLocation": location}
 # Settings of click for parameters of these names, which the signature cannot express.
-_PRECISION = {"metavar": "NAME", "type": precision_name}
+_PRECISION = {"metavar": "NAME", "type": _precision}
 _SETTINGS: dict[str, dict[str, Any]] = {
     "address": {"metavar": "HOST:PORT"},
     "device": {"type": click.Choice(["auto", "cpu", "cuda"])},
     "drop": _PRECISION,
-    "dtype": {"type": DTYPE},
+    "dtype": {"type": click.Choice(["auto", "float32", "bfloat16"])},
     "exclude": {"metavar": "PATTERN"},
     "include": {"metavar": "PATTERN"},
     "indexes": {"metavar": "INDEX..."},
@@ -279,8 +310,7 @@ def _function(target: str) -> ast.FunctionDef:
     module, _, name = target.partition(":")
     spec = importlib.util.find_spec(module)
     assert spec is not None
-    assert isinstance(spec.loader, importlib.abc.InspectLoader)
-    for node in ast.parse(spec.loader.get_source(module) or "").body:
+    for node in ast.parse(Path(str(spec.origin)).read_bytes()).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return node
     raise LookupError(target)

@@ -23,6 +23,7 @@ from storage_formats.format.layout import (
 )
 from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
 from storage_formats.format.receipts import read_receipts
+from storage_formats.remote.urls import IndexLocation
 from storage_formats.writing.conversion import (
     ConversionTask,
     choose_offset,
@@ -63,7 +64,7 @@ class QuantizeResult:
 
 @name_missing_extra("build")
 def quantize_index(
-    index: str | Path,
+    index: IndexLocation,
     to: Sequence[str] = (),
     *,
     drop: Sequence[str] = (),

@@ -74,7 +74,7 @@ class DeleteResult:
 
 
 def delete_rows(
-    index: str | Path,
+    index: IndexLocation,
     rows: Sequence[int] = (),
     *,
     where: str | None = None,
@@ -84,19 +84,18 @@ def delete_rows(
     should_stop: ShouldStop = never,
 ) -> DeleteResult:
     """Delete rows of an index, as `edje-index delete` does. The other rows keep their
-    ids.
+    ids. `edje_index.search.where` describes filters.
 
     Args:
         index: directory of the index.
-        rows: ids of the rows to delete.
-        where: filter such as "licence is null", see `edje_index.search.where`. Rows
-            that pass the filter are deleted, too.
-        erase: True to also remove the data of all deleted rows from the disk. The
-            duplicates of deleted rows are deleted, too. The shards with deleted rows
-            are written again, without the data of these rows. All earlier snapshots are
-            removed. Call the function again with the same arguments to finish an
-            interrupted erasure.
-        dry_run: True to return the result without changing the index.
+        rows: id of a row to delete; repeatable.
+        where: filter such as "licence is null". Rows that pass the filter are deleted,
+            too.
+        erase: also remove the data of all deleted rows from the disk. The duplicates of
+            deleted rows are deleted, too. The shards with deleted rows are written
+            again, without the data of these rows. All earlier snapshots are removed. A
+            second call with the same arguments finishes an interrupted erasure.
+        dry_run: show what would be deleted, and change nothing.
         on_event: as in `build_index`.
         should_stop: as in `build_index`.
 

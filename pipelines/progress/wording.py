@@ -1,12 +1,8 @@
-"""Formats counts, sizes, durations and names for messages, and parses sizes."""
+"""Formats counts, sizes, durations and names for messages."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from decimal import Decimal
-
-_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) ?(?:([KMGT])(i)?)?B?", re.IGNORECASE)
 
 
 def counted(count: int, noun: str) -> str:
@@ -24,26 +20,6 @@ def human_bytes(size: float) -> str:
     from rich.filesize import decimal
 
     return decimal(int(size))
-
-
-def parse_bytes(text: str) -> int:
-    """Parse a size in bytes. The units K, M, G and T are decimal, and Ki, Mi, Gi and Ti
-    are binary. A B may follow.
-
-    Examples:
-        >>> from pipelines.progress.wording import parse_bytes
-        >>> parse_bytes("1.5G"), parse_bytes("500 MB"), parse_bytes("4GiB")
-        (1500000000, 500000000, 4294967296)
-    """
-    match = _SIZE.fullmatch(text)
-    if match is None or not text.isascii():
-        raise ValueError(
-            f"{text!r} is not a size; give a number of bytes with a unit, for example"
-            " 500M, 8G or 4GiB"
-        )
-    number, unit, binary = match.groups()
-    power = 0 if unit is None else "KMGT".index(unit.upper()) + 1
-    return int(Decimal(number) * (1024 if binary else 1000) ** power)
 
 
 def duration(seconds: float) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import platform
 import signal
 import subprocess
+from pathlib import Path
 
 import click
 import pytest
@@ -39,6 +41,71 @@ def test_every_command_explains_itself_with_examples(run, path):
     assert all(
         option.help for option in command.params if isinstance(option, click.Option)
     )
+
+
+JOB = """
+import a_package_that_is_not_installed
+def job(
+    index: IndexLocation, names: Sequence[str] = (), *, out: Path, k: int = 3,
+    mode: Literal["one", "two"] = "one", parts: Sequence[str] = (), full: bool = False,
+    least: float | None = None, unused: int = 1, on_event: OnEvent = ignore,
+):
+    '''A job.
+
+    Args:
+        out: directory to write.
+        k: number of hits.
+        mode: mode of the job.
+        parts: part of `names`; repeatable.
+        full: True to use everything, with `parts`.
+        least: smallest share, 0.5 for half. None selects the share of INDEX.
+    '''
+"""
+
+
+COMMAND = """
+from __future__ import annotations
+from pipelines.cli.command import command
+@command("declared_job:job", parts="--part", unused=None)
+def made(job, *, html: Path = None):
+    '''Do something.
+
+    Args:
+        html: page to write.
+    '''
+"""
+
+
+def test_a_parameter_is_declared_once(tmp_path, monkeypatch):
+    (tmp_path / "declared_job.py").write_text(JOB)
+    (tmp_path / "declared_command.py").write_text(COMMAND)
+    monkeypatch.syspath_prepend(tmp_path)
+    made = importlib.import_module("declared_command").made
+    assert made.help == "Do something."
+    context = click.Context(
+        made, info_name="made", terminal_width=200, show_default=True
+    )
+    assert made.get_usage(context) == "Usage: made [OPTIONS] INDEX [NAMES]..."
+    options = made.get_help(context).partition("Options:\n")[2]
+    assert [line.split(maxsplit=2) for line in options.splitlines()[:-2]] == [
+        ["--out", "PATH", "Directory to write.  [required]"],
+        ["-k", "INTEGER", "Number of hits.  [default: 3]"],
+        ["--mode", "[one|two]", "Mode of the job.  [default: one]"],
+        ["--part", "TEXT", "Part of NAMES; repeatable."],
+        ["--full", "Use", "everything, with --part."],
+        [
+            "--least",
+            "FLOAT",
+            "Smallest share, 0.5 for half.  [default: the share of INDEX]",
+        ],
+        ["--html", "PATH", "Page to write."],
+    ]
+    given = made.make_context("made", ["i", "a", "--out", "o", "--full", "-k", "5"])
+    assert given.params["index"] == Path("i")
+    assert (given.params["names"], given.params["full"]) == (("a",), True)
+    assert (given.params["k"], given.params["least"]) == (5, None)
+    with pytest.raises(click.NoSuchOption, match="--par"):
+        made.make_context("made", ["i", "--out", "o", "--par", "x"])
 
 
 @pytest.mark.parametrize(

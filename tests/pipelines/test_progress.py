@@ -10,9 +10,6 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from pydantic import ByteSize, TypeAdapter
 
 from pipelines.cli.output import running_job
 from pipelines.progress.display import Display, log_file
@@ -24,7 +21,6 @@ from pipelines.progress.events import (
     bottleneck,
     busy_shares,
 )
-from pipelines.progress.wording import parse_bytes
 from storage_formats.errors import UsageError
 
 PROGRESS = Progress("indexing", 2048, 10_000, 10, 2, 3, "decode")
@@ -203,62 +199,6 @@ def test_passwords_in_urls_are_left_out(tmp_path):
         start["command"]
         == "edje-index build https://...@host/a.tar hf://owner/set@v1 --out a@b"
     )
-
-
-UNITS = [
-    "",
-    "B",
-    "K",
-    "kB",
-    "m",
-    "MB",
-    "G",
-    "GB",
-    "t",
-    "TB",
-    "KiB",
-    "MiB",
-    "GiB",
-    "TiB",
-]
-
-
-@given(
-    st.integers(0, 10**6),
-    st.integers(0, 9),
-    st.sampled_from(["", " "]),
-    st.sampled_from(UNITS),
-)
-def test_a_size_is_parsed_as_pydantic_does(whole, tenths, space, unit):
-    text = f"{whole}.{tenths}{space}{unit}"
-    expected = TypeAdapter(ByteSize).validate_python(text)
-    # pydantic rounds to a float
-    assert parse_bytes(text) == pytest.approx(expected, rel=1e-15, abs=1)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "G",
-        "-1G",
-        "8,5G",
-        "1e9",
-        "8X",
-        "8GG",
-        "8iB",
-        "8 G x",
-        "\u0663G",
-        "8G\n",
-        "inf",
-        "nan",
-    ],
-)
-def test_other_texts_are_refused(text):
-    with pytest.raises(
-        ValueError, match="is not a size; give a number of bytes with a unit"
-    ):
-        parse_bytes(text)
 
 
 @pytest.mark.parametrize(
