@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     resume="out",
     out="--out",
     model="--model",
-    helpers=None,
     memory=None,
-    max_pixels=None,
     precisions="--precision",
 )
 def build(job: Job) -> Iterator[str]:

@@ -178,7 +178,7 @@ def _print_version(
     is_flag=True,
     expose_value=False,
     callback=lambda context, _, value: context.meta.update({QUIET: value}),
-    help="Show no progress: --quiet build photos ...",
+    help="Show no progress. This option may also follow the name of the command.",
 )
 def cli(as_json: bool) -> None:
     """Index image collections for EDJE re-ranking: visual tokens in a sharded store,
@@ -229,7 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGINT, interrupt)
     if arguments is None:
         arguments = sys.argv[1:]
-    arguments = list(arguments)
+    # As an option of all commands, --quiet may follow the name of the command.
+    arguments = sorted(arguments, key=lambda argument: argument != "--quiet")
     if not arguments or arguments[0] == "help":
         arguments = [*arguments[1:], "--help"]
     try:

@@ -255,7 +255,7 @@ def build_index(
             many as the memory has room for.
         helpers: number of helper processes per shard being encoded, which read, decode
             and resize images; 0 prepares them in the process of the worker. None
-            derives the number from the hardware.
+            selects a number from the hardware.
         threads: number of CPU threads per worker. A resumed build keeps the number of
             the first run. None selects the number of CPUs, at most 4.
         shard_size: number of rows per shard. None selects 1024, and more from about 2
@@ -278,7 +278,7 @@ def build_index(
         exclude: leave out the inputs that match a pattern as in .gitignore; repeatable.
             Appends and updates use the patterns of the index.
         max_pixels: maximum number of pixels of an image; larger images become failed
-            rows. None selects `edje_index.images.decode.DEFAULT_MAX_PIXELS`.
+            rows. None selects 89,478,485.
         truncated: what to do with a truncated image: fail makes a failed row, load
             indexes the readable part of the image.
         frames: also index videos: encode this number of evenly spaced frames of each
