@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from storage_formats.errors import RowIdError as RowIdError
     from storage_formats.errors import UsageError as UsageError
     from storage_formats.extras import MissingExtraError as MissingExtraError
+    from storage_formats.format.file_check import Problem as Problem
     from storage_formats.format.layout import IndexSpec as IndexSpec
     from storage_formats.format.manifest import Manifest as Manifest
     from storage_formats.format.rows import read_rows as read_rows
-    from storage_formats.shard_check import Problem as Problem
     from storage_formats.token_store import TokenStore as TokenStore
     from storage_formats.verify import verify_index as verify_index
     from storage_formats.writing.index_writer import IndexWriter as IndexWriter
@@ -36,10 +36,10 @@ _NAMES = {
         " UsageError"
     ),
     "storage_formats.extras": "MissingExtraError",
+    "storage_formats.format.file_check": "Problem",
     "storage_formats.format.layout": "IndexSpec",
     "storage_formats.format.manifest": "Manifest",
     "storage_formats.format.rows": "read_rows",
-    "storage_formats.shard_check": "Problem",
     "storage_formats.token_store": "TokenStore",
     "storage_formats.verify": "verify_index",
     "storage_formats.writing.index_writer": "IndexWriter",

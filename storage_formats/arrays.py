@@ -34,6 +34,17 @@ def as_array(values: Any) -> Array:
     return array
 
 
+def holes(values: Array) -> Bools:
+    """Return which rows have no data, bool [k].
+
+    Args:
+        values: decoded blocks [k, m, d] or embeddings [k, embed_dim]. The values of a
+            hole are NaN. All values of other rows are finite.
+    """
+    first = values[(slice(None), *(0,) * (values.ndim - 1))]
+    return np.isnan(first.astype(np.float32))
+
+
 def as_finite(values: Any, name: str) -> Floats:
     """Return `values` as a float32 array.
 

@@ -17,8 +17,6 @@ from storage_formats.system_calls import MissingCallError, promised
 
 Json: TypeAlias = dict[str, Any]
 """A JSON object."""
-PRIVATE_FILES = f".*.{'[0-9a-f]' * 32}"
-"""Pattern of the names of private files, see `private_path`."""
 
 
 @contextlib.contextmanager
@@ -76,34 +74,42 @@ def fsync_parent(path: Path) -> None:
         fsync_path(path.absolute().parent)
 
 
-def write_bytes_atomic(path: Path, data: bytes) -> None:
-    """Write `data` to the file at `path`, and replace the file if it exists.
+def write_bytes_atomic(path: Path, data: bytes, staging: Path | None = None) -> None:
+    """Write `data` to the file at `path`, and replace the file if it exists. For
+    `staging`, see `private_path`.
 
     After a crash, the file has either the old or the new contents. Missing parent
     directories are created.
     """
     make_directories(path.parent)
-    with replacing(path) as file:
+    with replacing(path, staging) as file:
         file.write(data)
     fsync_path(path.parent)
 
 
-def private_path(path: Path) -> Path:
-    """Return a new path, beside `path`, for contents that are renamed to `path` when
-    they are complete. If the process is killed before, the private file stays. Then the
-    next change of the index, or the removal of garbage, removes it.
+def private_path(path: Path, staging: Path | None = None) -> Path:
+    """Return a new path for contents that are renamed to `path` when they are complete.
+
+    Args:
+        staging: directory of the private file, which is created; None for the directory
+            of `path`. Files of an index are written in `build/staging/`: if the process
+            is killed, the next change of the index or the removal of garbage removes
+            them.
     """
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    if staging is None:
+        staging = path.parent
+    staging.mkdir(parents=True, exist_ok=True)
+    return staging / f".{path.name}.{uuid.uuid4().hex}"
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, staging: Path | None = None) -> Iterator[BinaryIO]:
     """Context manager that yields a new file, which replaces the file at `path` unless
-    an exception ends the block.
+    an exception ends the block. For `staging`, see `private_path`.
 
     The contents are flushed to the device; the directory is not.
     """
-    temporary = private_path(path)
+    temporary = private_path(path, staging)
     try:
         with naming(path), open(temporary, "xb") as file:
             yield file
@@ -132,6 +138,8 @@ def json_bytes(value: Mapping[str, Any]) -> bytes:
     return text.encode(errors="backslashreplace")
 
 
-def write_json_atomic(path: Path, value: Mapping[str, Any]) -> None:
+def write_json_atomic(
+    path: Path, value: Mapping[str, Any], staging: Path | None = None
+) -> None:
     """Write `value` as JSON to the file at `path` with `write_bytes_atomic`."""
-    write_bytes_atomic(path, json_bytes(value))
+    write_bytes_atomic(path, json_bytes(value), staging)

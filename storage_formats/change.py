@@ -20,12 +20,10 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from storage_formats.atomic import (
-    PRIVATE_FILES,
     Json,
     fsync_parent,
     fsync_path,
@@ -54,9 +52,6 @@ from storage_formats.garbage import remove_what_is_not_kept
 from storage_formats.lock import locked
 from storage_formats.remote.urls import IndexLocation, local_path
 
-# A private file is in the directory of the index, in a directory below it, such as
-# `rows/`, or in a directory below that, such as `tokens/bf16/`.
-_PRIVATE = (PRIVATE_FILES, f"*/{PRIVATE_FILES}", f"*/*/{PRIVATE_FILES}")
 LEAST_SNAPSHOTS = 32
 MOST_SNAPSHOTS = 64
 """An index keeps at most `MOST_SNAPSHOTS` snapshots. The change that would exceed this
@@ -113,7 +108,8 @@ class Journal:
     def write(self, layout: Layout) -> None:
         """Write the journal of the index with `layout`."""
         checksum = json_checksum(vars(self))
-        write_json_atomic(layout.journal, {**vars(self), "crc32c": checksum})
+        value = {**vars(self), "crc32c": checksum}
+        write_json_atomic(layout.journal, value, layout.staging)
 
 
 def read_journal(root: str | Path) -> Journal | None:
@@ -424,7 +420,8 @@ class IndexChange(Change):
         is_new = manifest.snapshot.number > current.snapshot.number
         if is_new:
             kept = layout.snapshot(current.snapshot.number)
-            write_bytes_atomic(kept, read_index_file(layout.root, layout.manifest))
+            data = read_index_file(layout.root, layout.manifest)
+            write_bytes_atomic(kept, data, layout.staging)
         manifest.write(layout)
         _replace_shards(layout)
         # This call writes a shape only if it still differs, which is so for arrays that
@@ -468,7 +465,7 @@ class NewIndex(Change):
         `index.json` of the new index.
         """
         self._begin_commit()
-        write_bytes_atomic(self.layout.manifest, data)
+        write_bytes_atomic(self.layout.manifest, data, self.layout.staging)
 
     def _remove_data(self) -> None:
         layout = self.layout
@@ -600,7 +597,7 @@ def collect_garbage(
         _remove(layout.hashes)
         # An earlier version of the package recorded the times of checks.
         _remove(layout.root / "verified.bin")
-        _remove_private(layout)
+        remove_build(layout)
         current = change.index.manifest
         numbers = earlier_snapshots(layout, current)
         # `keep` also counts the current snapshot, which is always kept and is not in
@@ -667,10 +664,6 @@ def _recover(layout: Layout) -> Journal | None:
     was stopped before its commit, return its journal. If no change is unfinished,
     return None.
     """
-    # A change writes a journal first, so an index without a journal has no private
-    # files of a change.
-    if layout.journal.exists():
-        _remove_private(layout)
     journal = read_journal(layout.root)
     # `base` is the digest of the current `index.json` until the change is committed.
     if journal is None or journal.base == _digest(layout):
@@ -711,16 +704,6 @@ def _remove_garbage(
     with contextlib.suppress(CorruptIndexError, UsageError):
         return remove_what_is_not_kept(layout, tables=tables, shards=shards)
     return []
-
-
-def _remove_private(layout: Layout) -> None:
-    """Remove the private files of processes that were killed."""
-    for pattern in _PRIVATE:
-        for path in layout.root.glob(pattern):
-            path.unlink(missing_ok=True)
-            # The removal must reach the device before the journal is removed. Without a
-            # journal, no later change would look for this file.
-            fsync_parent(path)
 
 
 def _finished(layout: Layout) -> str:
@@ -769,9 +752,8 @@ def check_free(layout: Layout) -> None:
         # A process that was killed while it wrote its first journal leaves `build/`
         # with the lock and a private file of the journal. Such a directory counts as
         # empty.
-        others = {*_entries(layout.build)} - {layout.lock.name}
-        is_begun = all(fnmatch(name, PRIVATE_FILES) for name in others)
-        ignored = {layout.build.name} if is_begun else set()
+        begun = {layout.lock.name, layout.staging.name}
+        ignored = {layout.build.name} if {*_entries(layout.build)} <= begun else set()
         if foreign := sorted({*_entries(root)} - ignored):
             raise UsageError(
                 f"{root} is not empty and not an index (it contains"
@@ -825,7 +807,7 @@ def write_array_shapes(layout: Layout, spec: IndexSpec) -> None:
         except (OSError, ValueError):
             is_current = False
         if not is_current:
-            write_json_atomic(path, document)
+            write_json_atomic(path, document, layout.staging)
 
 
 def remove_build(layout: Layout) -> None:

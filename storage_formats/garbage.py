@@ -5,30 +5,14 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from pathlib import Path
 
 from storage_formats.atomic import fsync_path, fsync_paths
-from storage_formats.codecs import precisions
-from storage_formats.format.layout import OFFSET_ARRAY, Layout
-from storage_formats.format.manifest import CommittedIndex, kept_snapshots
-from storage_formats.format.shard_table import read_shard_table
-
-_NAMES = "|".join(precisions())
-_ARRAY_FOLDER = re.compile(rf"(tokens|checksums)/({_NAMES}|{OFFSET_ARRAY})")
-# paths of the files that `remove_what_is_not_kept` may remove, and that a copy of an
-# index may contain
-DATA_FILE = re.compile(
-    rf"tokens/({_NAMES}|{OFFSET_ARRAY})/(c\.\d+(\.0)+|zarr\.json)"
-    rf"|checksums/({_NAMES})/\d+\.crc32c"
-    r"|embeddings/c\.\d+\.0"
-    r"|rows/\d+\.parquet"
-    r"|manifest/shards-\w+\.parquet"
-    r"|manifest/deleted-\w+\.bin"
-    r"|manifest/row-map-\w+\.parquet"
-    r"|manifest/edits-\w+\.parquet"
-    r"|filters/(rows-\w+|new)\.parquet"
-    r"|ann/index(-\w+)?\.faiss"
+from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import (
+    CommittedIndex,
+    kept_snapshots,
+    named_files,
 )
 
 
@@ -77,8 +61,7 @@ def remove_what_is_not_kept(
     if shards or unnamed_tables:
         for each in manifests:
             named.update(map(layout.relative, layout.zarr_files(each.spec)))
-        for table in {table for each in manifests for table in each.shard_tables}:
-            named.update(file.path for _, file in read_shard_table(layout.root, table))
+        named.update(file.path for file in named_files(index, manifests))
         # Files come before their directories, which can then be removed too.
         unnamed += [
             path
@@ -89,16 +72,15 @@ def remove_what_is_not_kept(
     sizes = []
     changed = set[Path]()
     for path in unnamed:
-        relative = layout.relative(path)
-        if DATA_FILE.fullmatch(relative):
-            sizes.append(path.lstat().st_size)
-            path.unlink()
-            changed.add(path.parent)
-        elif _ARRAY_FOLDER.fullmatch(relative):
+        if path.is_dir() and not path.is_symlink():
             # `rmdir` fails if the directory holds files.
             with contextlib.suppress(OSError):
                 path.rmdir()
                 changed.add(path.parent)
+        else:
+            sizes.append(path.lstat().st_size)
+            path.unlink()
+            changed.add(path.parent)
     # The removals must reach the device before the caller removes the journal. Without
     # a journal, no later change would look for these files.
     fsync_paths(path for path in changed if path.is_dir())

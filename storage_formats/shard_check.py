@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from storage_formats.arrays import Bools
 from storage_formats.codecs import Codec, codec, fill_record
-from storage_formats.errors import CorruptIndexError, MachineError, cannot_read
-from storage_formats.format.checksum import crc32c_rows, crc32c_stream, read_checksums
+from storage_formats.errors import CorruptIndexError
+from storage_formats.format.checksum import crc32c_rows, read_checksums
 from storage_formats.format.edits import Edits
+from storage_formats.format.file_check import FileEntry, Problem, check_file
 from storage_formats.format.index_files import IndexFile
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import Counts, Manifest
@@ -24,72 +22,10 @@ from storage_formats.format.rows import (
     failures_by_reason,
     read_shard_rows,
 )
-from storage_formats.format.shard_table import FileEntry
 from storage_formats.format.zarr_metadata import shard_index_bytes
 from storage_formats.reading.embeddings import read_shard_embeddings
 
 _PIECE_BYTES = 8 << 20
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A problem that `verify_index` found.
-
-    Attributes:
-        path: path of the file with the problem, relative to the index.
-        code: kind of problem, for use in programs, for example `missing-file`.
-        message: description of the problem, to print after the path, for example
-            "cannot be read: ...".
-
-    Examples:
-        >>> from pathlib import Path
-        >>> from storage_formats import verify_index
-        >>> Path("photos.edje/rows/00000000.parquet").unlink()
-        >>> [(problem.path, problem.code) for problem in verify_index("photos.edje")]
-        [('rows/00000000.parquet', 'missing-file')]
-    """
-
-    path: str
-    code: str
-    message: str
-
-
-def check_file(
-    root: Path, entry: FileEntry, *, only_length: bool = False
-) -> Problem | None:
-    """Compare the length and the CRC-32C of a file of the index at `root` with its
-    entry. Return None if they match.
-
-    Args:
-        only_length: True compares the length alone, which reads no data.
-
-    Raises:
-        MachineError: the file cannot be read now, for example because this process has
-            too many open files. The file itself may be undamaged.
-    """
-    try:
-        crc = entry.crc32c
-        if only_length:
-            # `os.stat` takes a tenth of the time that it takes to open the file.
-            length = os.stat(root / entry.path).st_size
-        else:
-            with IndexFile(root, root / entry.path) as file:
-                length = os.fstat(file.fileno()).st_size
-                if length == entry.bytes:
-                    crc = crc32c_stream(file)
-    except OSError as error:
-        failure = cannot_read(entry.path, error)
-        # EIO means that the device cannot read its own data, so the file is damaged.
-        if isinstance(failure, MachineError) and error.errno != errno.EIO:
-            raise failure from error
-        return Problem(entry.path, "missing-file", f"cannot be read: {error.strerror}")
-    if length != entry.bytes:
-        message = f"has {length} bytes instead of the {entry.bytes} that were committed"
-        return Problem(entry.path, "length", message)
-    if crc != entry.crc32c:
-        message = f"has CRC-32C {crc:08x} instead of {entry.crc32c:08x}"
-        return Problem(entry.path, "checksum", message)
-    return None
 
 
 def shard_paths(layout: Layout, spec: IndexSpec, shard: int) -> list[str]:

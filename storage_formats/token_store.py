@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.arguments import as_count, as_text, repr_of
-from storage_formats.arrays import as_finite
+from storage_formats.arrays import as_finite, holes
 from storage_formats.codecs import BF16, Blocks, Codec, Records, fill_record, finest
 from storage_formats.codecs.base import check_out
 from storage_formats.errors import CorruptIndexError, UsageError
@@ -388,7 +388,7 @@ class TokenStore:
             >>> store.holes(store.fetch([0, 5]))
             array([False, False])
         """
-        return np.isnan(blocks[:, 0, 0].astype(np.float32))
+        return holes(blocks)
 
     def close(self) -> None:
         """Close the shard files and free buffers. A later call of `fetch` opens the

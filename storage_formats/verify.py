@@ -18,13 +18,15 @@ from pathlib import Path
 from storage_formats.arguments import as_number
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.committed_files import iter_shard_files
+from storage_formats.format.file_check import FileEntry, Problem, check_file
 from storage_formats.format.index_files import read_index_file
-from storage_formats.format.layout import IndexSpec
+from storage_formats.format.layout import IndexSpec, is_data_file
 from storage_formats.format.manifest import (
     MAX_MANIFEST_BYTES,
     CommittedIndex,
     Counts,
     kept_snapshots,
+    named_files,
 )
 from storage_formats.format.remote import (
     CLAIM,
@@ -33,16 +35,10 @@ from storage_formats.format.remote import (
     cache_directory,
     read_root,
 )
-from storage_formats.format.shard_table import FileEntry, read_shard_table
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.remote.objects import ObjectFolder
 from storage_formats.remote.urls import STORE_SCHEMES, IndexLocation, is_url
-from storage_formats.shard_check import (
-    Problem,
-    check_file,
-    check_shard,
-    shard_paths,
-)
+from storage_formats.shard_check import check_shard, shard_paths
 from storage_formats.threads import ordered_map
 from storage_formats.writing.publish import add_counts
 
@@ -365,7 +361,8 @@ def _check_own_files(index: CommittedIndex, *, checks_all: bool) -> Iterator[Pro
             "deleted-rows",
             str(error),
         )
-    for entry in (*manifest.offset_files, *filter(None, manifest.filter_tables)):
+    tables = (*manifest.shard_tables, *filter(None, manifest.filter_tables))
+    for entry in (*manifest.offset_files, *tables):
         if problem := _check_file(index, entry):
             yield problem
     for entry in manifest.ann_files:
@@ -443,25 +440,18 @@ def _check_earlier_snapshots(index: CommittedIndex) -> Iterator[Problem]:
     """
     try:
         manifests = kept_snapshots(index)
-        checked = {
-            *index.manifest.own_files,
-            *(entry for _, entry in index.shard_files()),
-        }
-        earlier = {entry for each in manifests for entry in each.own_files}
-        tables = {table for each in manifests for table in each.shard_tables}
-        # Several snapshots can name the same table, which is read only once.
-        for table in tables.difference(index.manifest.shard_tables):
-            index.fetch([table])
-            lines = read_shard_table(index.root, table)
-            earlier |= {entry for _, entry in lines}
+        checked = named_files(index)
+        kept = named_files(index, manifests)
     except (CorruptIndexError, UsageError) as error:
         # A snapshot whose format version is not supported raises a UsageError.
         yield Problem(
             "snapshots", "snapshot", f"contains a snapshot that cannot be read: {error}"
         )
         return
-    named = {entry.path for entry in checked | earlier}
-    others = sorted(earlier - checked, key=lambda entry: entry.path)
+    named = {entry.path for entry in kept}
+    for each in manifests:
+        named.update(map(index.layout.relative, index.layout.zarr_files(each.spec)))
+    others = sorted(kept - checked, key=lambda entry: entry.path)
     check = functools.partial(_check_file, index)
     yield from filter(None, ordered_map(check, others, _THREADS, 2 * _THREADS))
     # If a change is unfinished, files that no snapshot names may belong to it. They are
@@ -491,15 +481,9 @@ def _check_earlier_snapshots(index: CommittedIndex) -> Iterator[Problem]:
         )
         names = [layout.relative(path) for path in paths]
     else:
-        folders = tuple(
-            f"{layout.relative(folder)}/" for folder in layout.data_folders()
-        )
-        names = sorted(
-            key for key in index.remote.list_sizes() if key.startswith(folders)
-        )
+        names = sorted(filter(is_data_file, index.remote.list_sizes()))
     for where in names:
-        is_left_behind = _LEFT_BEHIND.fullmatch(where) is not None
-        if not (where.endswith("/zarr.json") or is_left_behind or where in named):
+        if where not in named and not _LEFT_BEHIND.fullmatch(where):
             yield Problem(
                 where, "stray-file", "does not belong to this index; delete it"
             )

@@ -24,6 +24,7 @@ from edje_index.indexing.faiss_index import (
     open_part,
 )
 from edje_index.progress import OnProgress
+from storage_formats.arrays import holes
 from storage_formats.atomic import (
     fsync_path,
     fsync_paths,
@@ -34,9 +35,9 @@ from storage_formats.atomic import (
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c_file
+from storage_formats.format.file_check import FileEntry
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Ann, CommittedIndex
-from storage_formats.format.shard_table import FileEntry
 from storage_formats.reading.embeddings import IndexedEmbeddings
 
 TARGET_RECALL = 0.95
@@ -455,7 +456,7 @@ def held_out(
         )
     row_ids = np.unique(row_ids)
     vectors = embeddings[row_ids]
-    indexed = ~np.isnan(vectors[:, 0])
+    indexed = ~holes(vectors)
     return row_ids[indexed], vectors[indexed]
 
 
@@ -472,7 +473,7 @@ def _write(
     of a sample of the embeddings and their nearest centroids.
     """
     make_directories(layout.ann)
-    temporary = private_path(layout.ann_index)
+    temporary = private_path(layout.ann_index, layout.staging)
     try:
         write_part(index, temporary)
         fsync_path(temporary)

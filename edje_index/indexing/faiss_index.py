@@ -9,7 +9,6 @@ writes the files.
 from __future__ import annotations
 
 import contextlib
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,14 +19,12 @@ from numpy.typing import NDArray
 
 from edje_index.errors import ModelError
 from edje_index.indexing.ann_kind import missed_recall
-from edje_index.indexing.faiss_file import FaissFileError, check_faiss_file
-from storage_formats.arrays import as_finite
+from edje_index.indexing.faiss_file import check_faiss_file
+from storage_formats.arrays import as_finite, holes
 from storage_formats.errors import UsageError, cannot_read
-from storage_formats.format.checksum import crc32c_stream
-from storage_formats.format.index_files import IndexFile
+from storage_formats.format.file_check import FileEntry, open_committed
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.shard_table import FileEntry
 from storage_formats.reading.embeddings import IndexedEmbeddings
 
 CANDIDATES_PER_NEIGHBOUR = (2, 8, 32)
@@ -69,18 +66,7 @@ def open_part(root: Path, spec: IndexSpec, file: dict[str, Any]) -> FaissIndex:
     entry = FileEntry.from_json(file)
     path = root / entry.path
     try:
-        with IndexFile(root, path) as opened:
-            length = os.fstat(opened.fileno()).st_size
-            if length != entry.bytes:
-                raise FaissFileError(
-                    f"the FAISS file has {length} bytes instead of the {entry.bytes} in"
-                    " index.json"
-                )
-            if (crc := crc32c_stream(opened)) != entry.crc32c:
-                raise FaissFileError(
-                    "the FAISS file is damaged or was replaced: its CRC-32C is"
-                    f" {crc:08x}, but index.json has {entry.crc32c:08x}"
-                )
+        with open_committed(root, entry) as opened:
             check_faiss_file(
                 opened,
                 dimensions=spec.embed_dim,
@@ -185,7 +171,7 @@ class AnnIndex:
                 rows = np.flatnonzero(passing)
                 vectors = self._embeddings[rows]
                 # holes have no embedding
-                has_vector = ~np.isnan(vectors[:, 0])
+                has_vector = ~holes(vectors)
                 rows = rows[has_vector]
                 scores = queries @ vectors[has_vector].T
                 orders = np.argsort(-scores, axis=1, kind="stable")[:, :k]

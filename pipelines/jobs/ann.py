@@ -4,7 +4,6 @@ other jobs make.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,8 +22,7 @@ from pipelines.progress.events import (
     progress_callback,
 )
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.checksum import crc32c_stream
-from storage_formats.format.index_files import IndexFile
+from storage_formats.format.file_check import check_file
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import (
     Ann,
@@ -108,11 +106,7 @@ def rebuilt_ann(
         committed = {file.path: file for file in manifest.ann_files}.get(
             layout.relative(layout.ann_index)
         )
-        with (
-            contextlib.suppress(OSError),
-            IndexFile(layout.root, layout.ann_index) as file,
-        ):
-            in_use = committed is not None and crc32c_stream(file) == committed.crc32c
+        in_use = committed is not None and check_file(index.root, committed) is None
     return new_ann(
         index.root, manifest.spec, request, on_event, replace_file=not in_use
     )

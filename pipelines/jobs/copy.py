@@ -56,6 +56,7 @@ from storage_formats.atomic import Json
 from storage_formats.change import begin_index, begin_new_index
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
+from storage_formats.format.file_check import FileEntry
 from storage_formats.format.layout import IndexSpec, Layout, Segment
 from storage_formats.format.manifest import CommittedIndex, Counts
 from storage_formats.format.receipts import ShardReceipt
@@ -67,7 +68,6 @@ from storage_formats.format.rows import (
     iter_rows,
     iter_stored_rows,
 )
-from storage_formats.format.shard_table import FileEntry
 from storage_formats.format.source_columns import MAX_COLUMNS, merge_columns
 from storage_formats.format.tombstones import (
     Tombstones,

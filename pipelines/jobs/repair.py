@@ -40,14 +40,13 @@ from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c
 from storage_formats.format.committed_files import CommittedFiles, iter_shard_files
+from storage_formats.format.file_check import FileEntry, Problem
 from storage_formats.format.filter_tables import write_filter_table
 from storage_formats.format.layout import ROWS_FILE
 from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
 from storage_formats.format.offset import Offset, write_offset
 from storage_formats.format.rows import INDEXED, iter_stored_rows
-from storage_formats.format.shard_table import FileEntry
 from storage_formats.remote.urls import IndexLocation, local_path
-from storage_formats.shard_check import Problem
 from storage_formats.verify import verify_index
 from storage_formats.writing.conversion import offset_from_tokens
 from storage_formats.writing.repair import RepairedFile, ShardRepair
@@ -247,6 +246,7 @@ def _restore_ann(
         write_json_atomic(
             change.layout.snapshot(manifest.snapshot.number),
             replace(manifest, ann=ann).to_json(),
+            change.layout.staging,
         )
     return [RepairedFile(path, "the embeddings") for path in sorted(paths)]
 

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import json
 import os
-from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -43,17 +42,16 @@ def crc32c_rows(records: NDArray[np.uint8]) -> NDArray[np.uint32]:
 def crc32c_file(path: Path) -> tuple[int, int]:
     """Return (length in bytes, CRC-32C) of the regular file at `path`."""
     with naming(path), os.fdopen(open_regular(path), "rb", buffering=0) as file:
-        crc = crc32c_stream(file)
-        return file.tell(), crc
+        return os.fstat(file.fileno()).st_size, crc32c_open(file.fileno())
 
 
-def crc32c_stream(file: BinaryIO | FileIO) -> int:
-    """Return the CRC-32C of the bytes from the current position of `file` to the
-    end of `file`.
-    """
+def crc32c_open(fd: int) -> int:
+    """Return the CRC-32C of an open file. The position of `fd` does not change."""
     crc = 0
-    while piece := file.read(_CHUNK_BYTES):
+    offset = 0
+    while piece := os.pread(fd, _CHUNK_BYTES, offset):
         crc = crc32c(piece, crc)
+        offset += len(piece)
     return crc
 
 

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -16,16 +15,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from storage_formats.errors import CorruptIndexError, cannot_read
-from storage_formats.format.checksum import crc32c_stream
-from storage_formats.format.index_files import IndexFile
+from storage_formats.format.file_check import EXCHANGED, FileEntry, open_committed
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import ParquetRowGroups
-from storage_formats.format.shard_table import (
-    EXCHANGED,
-    SHARD_TABLE_SCHEMA,
-    FileEntry,
-    table_lines,
-)
+from storage_formats.format.shard_table import SHARD_TABLE_SCHEMA, table_lines
 from storage_formats.threads import fork_safe_lock
 
 _LINE = np.dtype([("shard", "i8"), ("bytes", "i8"), ("crc32c", "u4")])
@@ -170,7 +163,6 @@ class CommittedTable:
         self._entry = entry
         self._key = key
         self._groups: ParquetRowGroups | None = None
-        self._identity: tuple[int, ...] = ()
 
     def groups(
         self,
@@ -195,29 +187,12 @@ class CommittedTable:
         """
         try:
             self._index.fetch([self._entry])
-            with IndexFile(self._index.root, self.path) as file:
-                self._open(file)
-                assert self._groups is not None
+            with open_committed(
+                self._index.root, self._entry, only_first_use=True
+            ) as file:
+                if self._groups is None:
+                    self._groups = ParquetRowGroups(file, self._entry.bytes, self._key)
                 for group in self._groups.read(file, values, columns):
                     yield convert(group)
         except (OSError, KeyError, ValueError, pa.ArrowException) as error:
             raise cannot_read(f"the table {self.path}", error, EXCHANGED) from error
-
-    def _open(self, file: BinaryIO) -> None:
-        """Compare the file with its entry, and read its metadata, unless this was done
-        before and the file is still the same.
-        """
-        status = os.fstat(file.fileno())
-        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        if identity == self._identity:
-            return
-        # The length is compared first, so that no time is spent on the checksum of a
-        # file that is far too long.
-        has_length = status.st_size == self._entry.bytes
-        if not has_length or crc32c_stream(file) != self._entry.crc32c:
-            raise CorruptIndexError(
-                f"the table {self.path} does not match index.json: {EXCHANGED}"
-            )
-        file.seek(0)
-        self._groups = ParquetRowGroups(file, status.st_size, self._key)
-        self._identity = identity

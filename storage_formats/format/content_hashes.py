@@ -21,6 +21,7 @@ from storage_formats.arrays import Ints
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.format.checksum import crc32c, to_hex
 from storage_formats.format.index_files import IndexFile
+from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import iter_stored_rows, read_index_rows
 from storage_formats.format.tombstones import rows_in_use
@@ -62,8 +63,8 @@ def known_contents(index: CommittedIndex, hashes: Collection[str]) -> set[str]:
         hashes: SHA-256 hashes in hexadecimal.
     """
     spec = index.spec
-    folder = index.layout.hashes
-    files = [_open(index.root, path) for path in folder.glob("rows-*.bin")]
+    layout = index.layout
+    files = [_open(index.root, path) for path in layout.hashes.glob("rows-*.bin")]
     in_files = {shard for file in files for shard in file.shards.tolist()}
     missing = [shard for shard in spec.shard_numbers() if shard not in in_files]
     for new in _read(index, missing):
@@ -77,7 +78,7 @@ def known_contents(index: CommittedIndex, hashes: Collection[str]) -> set[str]:
                 parts.append(file)
                 rows += len(file.hashes)
         files = [file for file in files if file not in parts]
-        files.append(_write(folder, parts))
+        files.append(_write(layout, parts))
     prefixes = _prefixes(hashes)
     candidates = [np.empty(0, np.int64)]
     for file in files:
@@ -136,7 +137,7 @@ def _open(root: Path, path: Path) -> _HashFile:
     return _HashFile(numbers, hashes.view(np.uint64), row_ids[:rows], path)
 
 
-def _write(folder: Path, parts: Sequence[_HashFile]) -> _HashFile:
+def _write(layout: Layout, parts: Sequence[_HashFile]) -> _HashFile:
     """Write the rows of all `parts` to one new file, and remove the files that the
     parts were read from.
     """
@@ -147,8 +148,8 @@ def _write(folder: Path, parts: Sequence[_HashFile]) -> _HashFile:
     joined = [hashes[order].view(np.int64), row_ids[order]]
     values = np.concatenate([[len(shards), len(hashes)], shards, *joined])
     data = values.astype("<i8").tobytes()
-    path = folder / f"rows-{to_hex(crc32c(data))}.bin"
-    write_bytes_atomic(path, data)
+    path = layout.hashes / f"rows-{to_hex(crc32c(data))}.bin"
+    write_bytes_atomic(path, data, layout.staging)
     for part in parts:
         # The file is named after its contents. An old file with the same contents thus
         # has the same path as the new file, and must stay.

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from storage_formats.atomic import replacing
 from storage_formats.errors import CorruptIndexError
-from storage_formats.format.checksum import crc32c
-from storage_formats.format.shard_table import FileEntry
+from storage_formats.format.file_check import FileEntry, checked_pieces
 from storage_formats.remote.objects import ObjectFolder
 
 _PARALLEL_DOWNLOADS = 16
@@ -24,22 +23,14 @@ def committed_chunks(folder: ObjectFolder, entry: FileEntry) -> Iterator[memoryv
         CorruptIndexError: the object is missing or too short, or its CRC-32C differs
             from `entry`. The CRC-32C is compared after the last piece was yielded.
     """
-    crc = 0
+    pieces = folder.chunks(entry.path, entry.bytes)
     try:
-        for chunk in folder.chunks(entry.path, entry.bytes):
-            crc = crc32c(bytes(chunk), crc)
-            yield chunk
+        yield from checked_pieces(folder.url_of(entry.path), entry, pieces)
     except (FileNotFoundError, EOFError) as error:
         raise CorruptIndexError(
             f"{folder.url_of(entry.path)} is missing or too short; open the index"
             " again. If the error remains, copy the index again from a sound copy"
         ) from error
-    if crc != entry.crc32c:
-        raise CorruptIndexError(
-            f"{folder.url_of(entry.path)} is not the file that was committed; open the"
-            " index again. If the error remains, delete this object, and copy the index"
-            " again from a sound copy"
-        )
 
 
 def download(folder: ObjectFolder, root: Path, entries: Iterable[FileEntry]) -> None:

@@ -16,13 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from storage_formats.arrays import Ints
+from storage_formats.format.file_check import FileEntry, committed_content
 from storage_formats.format.layout import EDITS_FILE, IndexSpec, Layout
 from storage_formats.format.parquet import read_table, table_bytes
-from storage_formats.format.shard_table import (
-    FileEntry,
-    committed_content,
-    write_named_file,
-)
+from storage_formats.format.shard_table import write_named_file
 
 EDIT_SCHEMA = pa.schema(
     [

@@ -19,6 +19,7 @@ from storage_formats.atomic import (
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.checksum import crc32c_file
 from storage_formats.format.committed_files import CommittedTable
+from storage_formats.format.file_check import FileEntry
 from storage_formats.format.layout import FILTER_FILE, IndexSpec, Layout, Segment
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import (
@@ -29,7 +30,6 @@ from storage_formats.format.rows import (
     row_schema,
     with_edits,
 )
-from storage_formats.format.shard_table import FileEntry
 from storage_formats.format.source_columns import SourceColumn
 
 # The timing columns are left out because they would give two builds of the same plan
@@ -70,10 +70,10 @@ def write_filter_table(
     if len(shards) < 2:
         return None
     schema = filter_schema(source_columns)
-    path = layout.filters / "new.parquet"
+    path = layout.staging / "filter.parquet"
     make_directories(layout.filters)
     with (
-        replacing(path) as file,
+        replacing(path, layout.staging) as file,
         pq.ParquetWriter(file, schema, compression="zstd") as writer,
     ):
         waiting: list[pa.Table] = []

@@ -42,6 +42,18 @@ TOMBSTONES_FILE = "manifest/deleted-{:08x}.bin"
 EDITS_FILE = "manifest/edits-{:08x}.parquet"
 FILTER_FILE = "filters/rows-{:08x}.parquet"
 
+# the directories with the files that shard tables list, and with those that manifests
+# list
+_SHARD_FOLDERS = ("rows", "embeddings", "tokens", "checksums")
+_OWN_FOLDERS = ("manifest", "filters", "ann")
+
+
+def is_data_file(path: str) -> bool:
+    """Return True if `path`, relative to an index, lies in a directory that holds only
+    the files of snapshots.
+    """
+    return path.partition("/")[0] in (*_SHARD_FOLDERS, *_OWN_FOLDERS)
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -265,13 +277,13 @@ class Layout:
 
     def shard_folders(self) -> list[Path]:
         """Return all directories with files that the shard tables list."""
-        return [self.rows, self.embeddings, self.tokens, self.root / "checksums"]
+        return [self.root / name for name in _SHARD_FOLDERS]
 
     def own_folders(self) -> list[Path]:
         """Return all directories whose data files are listed in the manifest itself,
         and not in shard tables.
         """
-        return [self.root / "manifest", self.filters, self.ann]
+        return [self.root / name for name in _OWN_FOLDERS]
 
     def data_folders(self) -> list[Path]:
         """Return all directories that contain committed files, except the root and

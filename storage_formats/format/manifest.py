@@ -25,6 +25,7 @@ from storage_formats.errors import (
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.downloads import download
 from storage_formats.format.edits import Edits, read_edits
+from storage_formats.format.file_check import FileEntry
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.json_values import read_json
 from storage_formats.format.layout import (
@@ -39,7 +40,7 @@ from storage_formats.format.layout import (
     OffsetBlock,
     Segment,
 )
-from storage_formats.format.shard_table import FileEntry, read_shard_table
+from storage_formats.format.shard_table import read_shard_table
 from storage_formats.format.source_columns import SourceColumn, check_columns
 from storage_formats.format.tombstones import Tombstones, read_tombstones
 from storage_formats.remote.objects import ObjectFolder
@@ -366,7 +367,7 @@ class Manifest:
 
     def write(self, layout: Layout) -> None:
         """Replace `index.json`. This commits the snapshot."""
-        write_json_atomic(layout.manifest, self.to_json())
+        write_json_atomic(layout.manifest, self.to_json(), layout.staging)
 
     @property
     def format_version(self) -> str:
@@ -393,12 +394,7 @@ class Manifest:
         """The entry of the file with the values of the offset block. Empty if the index
         has no offset block.
         """
-        if self.spec.offset is None:
-            return []
-        layout = Layout(Path())
-        path = layout.relative(layout.offset_values)
-        m, d = self.spec.block_shape
-        return [FileEntry(path, 4 * m * d, self.spec.offset.crc32c)]
+        return offset_files(self.spec)
 
     @property
     def own_files(self) -> list[FileEntry]:
@@ -499,6 +495,41 @@ class CommittedIndex:
         """
         if self.remote is not None:
             download(self.remote, self.root, entries)
+
+
+def offset_files(spec: IndexSpec) -> list[FileEntry]:
+    """Return the entry of the file with the values of the offset block. The list is
+    empty if the index has no offset block.
+    """
+    if spec.offset is None:
+        return []
+    layout = Layout(Path())
+    m, d = spec.block_shape
+    path = layout.relative(layout.offset_values)
+    return [FileEntry(path, 4 * m * d, spec.offset.crc32c)]
+
+
+def named_files(
+    index: CommittedIndex, manifests: Iterable[Manifest] | None = None
+) -> set[FileEntry]:
+    """Return the entries of all files that the snapshot of `index` names, apart from
+    `index.json` and each `zarr.json`. A file in a data directory that no kept snapshot
+    names is garbage.
+
+    Args:
+        manifests: manifests of the snapshots of the index whose files are returned
+            instead. A shard table that several of them name is read once.
+
+    Raises:
+        CorruptIndexError: a shard table is missing or damaged.
+    """
+    manifests = [index.manifest] if manifests is None else list(manifests)
+    tables = {table for each in manifests for table in each.shard_tables}
+    named = {file for each in manifests for file in each.own_files}
+    index.fetch(tables)
+    for table in tables:
+        named.update(file for _, file in read_shard_table(index.root, table))
+    return named
 
 
 def kept_snapshots(index: CommittedIndex) -> list[Manifest]:

@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from storage_formats.arrays import Array, Floats
 from storage_formats.atomic import make_directories, write_bytes_atomic
 from storage_formats.codecs import Blocks, Codec, codec
-from storage_formats.errors import CorruptIndexError, cannot_read
 from storage_formats.format.checksum import crc32c
-from storage_formats.format.index_files import read_index_file
+from storage_formats.format.file_check import committed_content
 from storage_formats.format.layout import IndexSpec, Layout, OffsetBlock
-from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.manifest import CommittedIndex, offset_files
 
 Offset = Floats
 """An offset block, float32 [m, d]."""
@@ -72,7 +71,8 @@ def offset_block(offset: Offset, precisions: Iterable[str]) -> OffsetBlock | Non
 def write_offset(layout: Layout, offset: Offset) -> None:
     """Write the values of the offset block of an index."""
     make_directories(layout.offset_values.parent)
-    write_bytes_atomic(layout.offset_values, offset.astype("<f4").tobytes())
+    data = offset.astype("<f4").tobytes()
+    write_bytes_atomic(layout.offset_values, data, layout.staging)
 
 
 def check_offset(offset: Array, block_shape: tuple[int, int]) -> None:
@@ -93,24 +93,12 @@ def read_offset(root: Path, spec: IndexSpec) -> Offset | None:
     """
     if spec.offset is None:
         return None
-    path = Layout(root).offset_values
     m, d = spec.block_shape
-    try:
-        data = read_index_file(root, path, max_bytes=4 * m * d)
-    except OSError as error:
-        raise cannot_read(path, error, "repair the index") from error
-    if len(data) != 4 * m * d or crc32c(data) != spec.offset.crc32c:
-        raise CorruptIndexError(
-            f"the offset block {path} does not match index.json; repair the index",
-            remedy="verify",
-        )
-    offset: Offset = np.frombuffer(data, dtype="<f4").astype(np.float32).reshape(m, d)
-    try:
+    (entry,) = offset_files(spec)
+    with committed_content(root, entry, "offset block", "repair the index") as data:
+        offset: Offset = np.frombuffer(data, dtype="<f4").astype(np.float32)
+        offset = offset.reshape(m, d)
         check_offset(offset, spec.block_shape)
-    except ValueError as error:
-        raise CorruptIndexError(
-            f"the offset block {path} is damaged: {error}; build the index again"
-        ) from error
     return offset
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from storage_formats.atomic import Json
 from storage_formats.format.checksum import json_checksum
+from storage_formats.format.file_check import FileEntry, check_file
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
-from storage_formats.format.shard_table import FileEntry
 
 
 def fingerprint(identity: Mapping[str, Any]) -> str:
@@ -110,11 +110,8 @@ def read_receipt(layout: Layout, shard: int, fingerprint: str) -> ShardReceipt |
         return None
     if receipt.plan != fingerprint or receipt.shard != shard:
         return None
-    try:
-        lengths_match = all(
-            (layout.root / file.path).stat().st_size == file.bytes
-            for file in receipt.files
-        )
-    except OSError:
-        return None
+    lengths_match = all(
+        check_file(layout.root, file, only_length=True) is None
+        for file in receipt.files
+    )
     return receipt if lengths_match else None

@@ -18,12 +18,12 @@ from storage_formats.atomic import naming
 from storage_formats.errors import UsageError, cannot_read
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.edits import Edits
+from storage_formats.format.file_check import FileEntry, check_content
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import ROWS_FILE, Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import read_table, table_bytes
 from storage_formats.format.remote import open_index
-from storage_formats.format.shard_table import FileEntry, check_content
 from storage_formats.format.source_columns import (
     BOOL,
     FLOAT64,
@@ -202,7 +202,8 @@ def read_shard_rows(
         check_names(columns, schema.names)
         schema = pa.schema([schema.field(name) for name in columns])
     try:
-        data = read_index_file(layout.root, path)
+        most = None if committed is None else committed.bytes
+        data = read_index_file(layout.root, path, max_bytes=most)
         if committed is not None:
             check_content(path, committed, data)
         source_names = set(schema.names) - set(ROW_SCHEMA.names)

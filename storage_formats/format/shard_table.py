@@ -4,32 +4,21 @@ section 5).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from storage_formats.atomic import write_bytes_atomic
-from storage_formats.errors import CorruptIndexError, cannot_read
-from storage_formats.format.checksum import crc32c, crc32c_file, to_hex
-from storage_formats.format.index_files import read_index_file, relative_path
-from storage_formats.format.json_values import read_json
+from storage_formats.format.checksum import crc32c
+from storage_formats.format.file_check import (
+    FileEntry,
+    committed_content,
+    data_path,
+)
 from storage_formats.format.layout import SHARD_TABLE_FILE, Layout
 from storage_formats.format.parquet import read_table
-
-EXCHANGED = (
-    "the file was damaged or replaced, or the whole index was replaced while the index"
-    " was open. Open the index again; if the error remains, verify the index"
-)
-"""Part of error messages that explains why a file can differ from its entry, and what
-to do.
-"""
 
 # Lines per row group. A row group of this size is read in about 1 ms.
 _TABLE_GROUP_LINES = 4096
@@ -42,94 +31,6 @@ SHARD_TABLE_SCHEMA = pa.schema(
         pa.field("crc32c", pa.uint32(), nullable=False),
     ]
 )
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """The entry of a committed file in a shard table or in the manifest.
-
-    Attributes:
-        path: path of the file, relative to the index.
-        bytes: length of the file in bytes.
-        crc32c: CRC-32C of the whole file.
-    """
-
-    path: str
-    bytes: int
-    crc32c: int
-
-    @classmethod
-    def of(cls, layout: Layout, path: Path) -> FileEntry:
-        """Return the file entry of the file at `path`, which lies inside the index. The
-        whole file is read to compute its checksum.
-        """
-        length, crc = crc32c_file(path)
-        return cls(layout.relative(path), length, crc)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return this entry as a JSON object, with a hexadecimal checksum."""
-        return {"path": self.path, "bytes": self.bytes, "crc32c": to_hex(self.crc32c)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> FileEntry:
-        """Return the entry described by `value`, a result of `to_json`.
-
-        Raises:
-            KeyError, TypeError, ValueError: a member is missing or not valid.
-        """
-        path = relative_path(read_json(str, value["path"], "path"))
-        length = read_json(int, value["bytes"], "bytes")
-        return cls(path, length, int(value["crc32c"], 16))
-
-
-def check_content(
-    path: str | Path,
-    entry: FileEntry,
-    content: bytes | NDArray[np.uint8],
-    *,
-    row_ids: Sequence[int] = (),
-) -> None:
-    """Compare `content`, read from the file at `path`, with the file entry `entry`.
-
-    Args:
-        row_ids: row ids for which the file was read.
-
-    Raises:
-        CorruptIndexError: the length or CRC-32C of `content` differs from `entry`. The
-            attribute `row_ids` of the error has the row ids of the argument.
-    """
-    if (len(content), crc32c(content)) != (entry.bytes, entry.crc32c):
-        raise CorruptIndexError(
-            f"{path} is not the file that was committed: {EXCHANGED}",
-            row_ids=tuple(row_ids),
-        )
-
-
-@contextlib.contextmanager
-def committed_content(root: Path, entry: FileEntry, what: str) -> Iterator[bytes]:
-    """Context manager that reads a committed file of the index at `root`, compares its
-    contents with `entry`, and yields them.
-
-    The `with` block parses the contents. A KeyError, ValueError or Arrow error in the
-    block means that the file is damaged, and becomes a CorruptIndexError.
-
-    Args:
-        what: kind of the file for error messages, such as "shard table".
-
-    Raises:
-        CorruptIndexError: the file is missing or damaged.
-        MachineError: this machine cannot read the file at the moment, see
-            `cannot_read`.
-    """
-    path = root / entry.path
-    try:
-        data = read_index_file(root, path, max_bytes=entry.bytes)
-        check_content(path, entry, data)
-        yield data
-    except (OSError, KeyError, ValueError, pa.ArrowException) as error:
-        raise cannot_read(
-            f"the {what} {path}", error, "restore the file from a backup"
-        ) from error
 
 
 def read_shard_table(root: Path, table: FileEntry) -> list[tuple[int, FileEntry]]:
@@ -148,11 +49,11 @@ def table_lines(table: pa.Table) -> list[tuple[int, FileEntry]]:
 
     Raises:
         KeyError, ValueError, pyarrow.ArrowException: `table` does not have the columns
-            of `SHARD_TABLE_SCHEMA`, or lists a path that could lead out of the index.
+            of `SHARD_TABLE_SCHEMA`, or lists a path that is not that of a data file.
     """
     table = table.select(SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA)
     shards, paths, *columns = (column.to_pylist() for column in table.columns)
-    entries = map(FileEntry, map(relative_path, paths), *columns)
+    entries = map(FileEntry, map(data_path, paths), *columns)
     return list(zip(shards, entries, strict=True))
 
 
@@ -185,5 +86,5 @@ def write_named_file(layout: Layout, name: str, data: bytes) -> FileEntry:
     """
     crc = crc32c(data)
     entry = FileEntry(name.format(crc), len(data), crc)
-    write_bytes_atomic(layout.root / entry.path, data)
+    write_bytes_atomic(layout.root / entry.path, data, layout.staging)
     return entry

@@ -18,8 +18,8 @@ from storage_formats.errors import (
     RowIdError,
     UsageError,
 )
+from storage_formats.format.file_check import committed_content
 from storage_formats.format.layout import IndexSpec
-from storage_formats.format.shard_table import committed_content
 
 if TYPE_CHECKING:
     from storage_formats.format.manifest import CommittedIndex, Snapshot

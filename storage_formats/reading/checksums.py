@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.committed_files import CommittedFiles
+from storage_formats.format.file_check import check_content
 from storage_formats.format.layout import checksum_file
-from storage_formats.format.shard_table import check_content
 from storage_formats.reading.batch import Batch
 from storage_formats.reading.files import ShardFiles, TokenFiles, read_ranges
 from storage_formats.threads import fork_safe_lock

@@ -9,15 +9,21 @@ less than 1/16 of the rows of a file skips this check.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from storage_formats.arrays import holes
 from storage_formats.errors import CorruptIndexError, cannot_read
 from storage_formats.format.committed_files import CommittedFiles
+from storage_formats.format.file_check import (
+    FileEntry,
+    check_content,
+    compare_open,
+    refuse,
+)
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import (
     EMBEDDING_FILE,
@@ -26,24 +32,15 @@ from storage_formats.format.layout import (
     Layout,
 )
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.shard_table import FileEntry, check_content
 from storage_formats.format.tombstones import RowIds, check_row_ids, check_rows_in_use
 from storage_formats.reading.batch import PIECE_RECORDS, Batch
-from storage_formats.reading.files import ShardFile, ShardFiles, read_ranges
+from storage_formats.reading.files import ShardFiles, read_ranges
 
 # A read counts as small if it needs less than 1 / `_SPARSE` of the rows of a file.
 _SPARSE = 16
 # If the embeddings of an index exceed this size in bytes, small reads skip the check of
 # the whole file, because the check would take much longer than the read.
 _COMPARED_BYTES = 1 << 30
-# number of comparisons after which all recorded comparisons are forgotten
-_KEPT_COMPARISONS = 100_000
-
-_compared: set[tuple[object, ...]] = set()
-"""Files whose content this process has already compared with their checksums. Each item
-consists of the file entry in the shard table and the identity of the file (device,
-inode, size and modification time).
-"""
 
 
 def read_shard_embeddings(
@@ -108,7 +105,7 @@ class IndexedEmbeddings:
     def __iter__(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         for shard in self.shards:
             embeddings = read_shard_embeddings(self.layout, self.spec, shard)
-            positions = np.flatnonzero(~np.isnan(embeddings[:, 0]))
+            positions = np.flatnonzero(~holes(embeddings))
             yield positions + shard * self.spec.shard_size, embeddings[positions]
 
 
@@ -158,8 +155,9 @@ def _read_rows(
         try:
             for shard, file in held.items():
                 _check_length(file.path, file.size, spec)
-                if shard in committed:
-                    _compare(file, committed[shard], spec.shard_rows(shard))
+                if entry := committed.get(shard):
+                    problem = compare_open(file.fd, entry, only_first_use=True)
+                    refuse(file.path, problem, spec.shard_rows(shard))
             requests = [
                 (held[shard], position * size, memory[start * size : stop * size])
                 for shard, position, start, stop in ranges
@@ -169,25 +167,3 @@ def _read_rows(
             files.release(held)
         embeddings[piece] = buffer[indices]
     return embeddings[inverse]
-
-
-def _compare(file: ShardFile, committed: FileEntry, row_ids: range) -> None:
-    """Compare a file with its entry in the shard table. Do nothing if this process
-    has compared the file before and the file has not changed since then.
-    """
-    status = os.fstat(file.fd)
-    comparison = (
-        committed,
-        status.st_dev,
-        status.st_ino,
-        status.st_size,
-        status.st_mtime_ns,
-    )
-    if comparison in _compared:
-        return
-    content = np.empty(file.size, dtype=np.uint8)
-    read_ranges([(file, 0, content.data)])
-    check_content(file.path, committed, content, row_ids=row_ids)
-    if len(_compared) >= _KEPT_COMPARISONS:
-        _compared.clear()
-    _compared.add(comparison)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from storage_formats.arrays import holes
 from storage_formats.codecs import Blocks
 from storage_formats.errors import CorruptIndexError, TaskInterrupted
 from storage_formats.format.layout import IndexSpec, OffsetBlock
@@ -140,7 +141,8 @@ def convert_shard(
     Raises:
         TaskInterrupted: `should_stop` returned True. The unfinished files were removed.
     """
-    holes = done = 0
+    missing = 0
+    done = 0
     with (
         ShardWriter(task.root, task.spec, task.shard, task.targets) as writer,
         contextlib.closing(_read_ahead(_blocks(task))) as pieces,
@@ -148,16 +150,15 @@ def convert_shard(
         for first, blocks in pieces:
             if should_stop():
                 raise TaskInterrupted
-            # A row is a hole if and only if the first value of its block is NaN.
-            kept = np.flatnonzero(~np.isnan(blocks[:, 0, 0].astype(np.float32)))
+            kept = np.flatnonzero(~holes(blocks))
             present = blocks if len(kept) == len(blocks) else blocks[kept]
             writer.put(first + kept, present)
             done = first + len(blocks)
-            holes += len(blocks) - len(kept)
-        failed = {"hole": holes} if holes else {}
+            missing += len(blocks) - len(kept)
+        failed = {"hole": missing} if missing else {}
         files = writer.commit_files()
         receipt = ShardReceipt(
-            task.shard, task.plan, done, done - holes, 0, failed, files, {}
+            task.shard, task.plan, done, done - missing, 0, failed, files, {}
         )
         writer.commit_receipt(receipt)
     return receipt

@@ -22,6 +22,7 @@ from storage_formats.atomic import naming
 from storage_formats.errors import CorruptIndexError, TaskInterrupted, cannot_read
 from storage_formats.format.checksum import crc32c_file
 from storage_formats.format.committed_files import CommittedFiles
+from storage_formats.format.file_check import FileEntry, difference, refuse
 from storage_formats.format.index_files import IndexFile
 from storage_formats.format.layout import EMBEDDING_FILE, IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
@@ -35,7 +36,6 @@ from storage_formats.format.rows import (
     read_shard_rows,
     rows_table,
 )
-from storage_formats.format.shard_table import EXCHANGED, FileEntry
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.format.tombstones import Tombstones
 from storage_formats.reading.embeddings import read_shard_embeddings
@@ -304,14 +304,11 @@ def copy_file(root: Path, source: FileEntry, target: Path) -> None:
         raise cannot_read(path, error) from error
     with opened, naming(target), open(target, "xb") as copy:
         length = os.fstat(opened.fileno()).st_size
-        if length == source.bytes:
-            _copy_in_kernel(opened.fileno(), copy.fileno(), length)
-            # Copy the bytes that the kernel has not copied.
-            shutil.copyfileobj(opened, copy)
-    if crc32c_file(target) != (source.bytes, source.crc32c):
-        raise CorruptIndexError(
-            f"{path} is not the file that was committed: {EXCHANGED}"
-        )
+        refuse(path, difference(source, length))
+        _copy_in_kernel(opened.fileno(), copy.fileno(), length)
+        # Copy the bytes that the kernel has not copied.
+        shutil.copyfileobj(opened, copy)
+    refuse(path, difference(source, *crc32c_file(target)))
 
 
 def _copy_in_kernel(source: int, target: int, length: int) -> None:

@@ -23,18 +23,18 @@ from storage_formats.atomic import (
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError, cannot_read
 from storage_formats.format.checksum import crc32c, to_hex
 from storage_formats.format.downloads import committed_chunks
+from storage_formats.format.file_check import FileEntry, check_file, checked_pieces
 from storage_formats.format.index_files import IndexFile, read_index_file
-from storage_formats.format.layout import Layout
+from storage_formats.format.layout import Layout, is_data_file
 from storage_formats.format.manifest import (
     SNAPSHOT_FILE,
     CommittedIndex,
     Manifest,
     kept_snapshots,
+    named_files,
 )
 from storage_formats.format.remote import CLAIM, REPLACED, ROOT, open_index, read_root
-from storage_formats.format.shard_table import EXCHANGED, FileEntry
 from storage_formats.format.zarr_metadata import zarr_documents
-from storage_formats.garbage import DATA_FILE
 from storage_formats.remote.objects import (
     CHUNK_BYTES,
     Chunk,
@@ -54,25 +54,13 @@ _MAX_CLAIM_BYTES = 1 << 20
 
 
 def files_to_copy(index: CommittedIndex) -> list[FileEntry]:
-    """Return the entries of all files of a snapshot, apart from `index.json`.
-
-    Raises:
-        CorruptIndexError: the index names a file that is not a data file, so a copy
-            could overwrite other files.
-    """
-    named = [*(entry for _, entry in index.shard_files()), *index.manifest.own_files]
-    for entry in named:
-        if not DATA_FILE.fullmatch(entry.path) or entry.path.endswith("zarr.json"):
-            raise CorruptIndexError(
-                f"{index.location} lists the file {entry.path}, which is not a data"
-                " file; do not trust this index"
-            )
+    """Return the entries of all files of a snapshot, apart from `index.json`."""
     return [
         *(
             FileEntry(path, len(data), crc32c(data))
             for path, data in _zarr_files(index).items()
         ),
-        *named,
+        *sorted(named_files(index), key=lambda entry: entry.path),
     ]
 
 
@@ -106,7 +94,7 @@ def copy_to_directory(index: CommittedIndex, entry: FileEntry, root: Path) -> bo
     `begin_index` first, which creates `build/staging/`.
     """
     path = root / entry.path
-    if path.is_file() and path.stat().st_size == entry.bytes:
+    if check_file(root, entry, only_length=True) is None:
         return False
     make_directories(path.parent)
     # If this process is killed, the temporary file remains until `build/` is removed.
@@ -285,10 +273,10 @@ def begin_remote_copy(
 
 
 def is_data(key: str) -> bool:
-    """Return True if `key` is the path of a data file or of the manifest of an earlier
-    snapshot.
+    """Return True if `key` is the path of a file in a data directory, or of the
+    manifest of an earlier snapshot.
     """
-    return bool(DATA_FILE.fullmatch(key) or SNAPSHOT_FILE.fullmatch(key))
+    return is_data_file(key) or SNAPSHOT_FILE.fullmatch(key) is not None
 
 
 def _claim(folder: ObjectFolder, writer: str) -> None:
@@ -364,9 +352,7 @@ def _entries(index: CommittedIndex) -> set[FileEntry]:
     """Return the entries of all data files of a snapshot except the shard tables. A
     conversion may replace a shard table without discarding a file that it lists.
     """
-    return {entry for _, entry in index.shard_files()} | {*index.manifest.own_files} - {
-        *index.manifest.shard_tables
-    }
+    return named_files(index) - {*index.manifest.shard_tables}
 
 
 def _zarr_files(index: CommittedIndex) -> dict[str, bytes]:
@@ -397,17 +383,9 @@ def file_contents(index: CommittedIndex, entry: FileEntry) -> Iterator[Chunk]:
         yield from committed_chunks(index.remote, entry)
         return
     path = index.root / entry.path
-    crc = 0
-    length = 0
     try:
         with IndexFile(index.root, path) as file:
-            while piece := file.read(CHUNK_BYTES):
-                crc = crc32c(piece, crc)
-                length = length + len(piece)
-                yield piece
+            pieces = iter(lambda: file.read(CHUNK_BYTES), b"")
+            yield from checked_pieces(path, entry, pieces)
     except OSError as error:
         raise cannot_read(path, error) from error
-    if (length, crc) != (entry.bytes, entry.crc32c):
-        raise CorruptIndexError(
-            f"{path} is not the file that was committed: {EXCHANGED}"
-        )

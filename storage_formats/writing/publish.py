@@ -11,6 +11,7 @@ from itertools import repeat
 
 from storage_formats.atomic import Json
 from storage_formats.errors import CorruptIndexError
+from storage_formats.format.file_check import FileEntry
 from storage_formats.format.filter_tables import write_filter_table
 from storage_formats.format.layout import (
     ROWS_FILE,
@@ -28,11 +29,7 @@ from storage_formats.format.manifest import (
     created_by,
 )
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.format.shard_table import (
-    FileEntry,
-    write_named_file,
-    write_shard_table,
-)
+from storage_formats.format.shard_table import write_named_file, write_shard_table
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.format.tombstones import Tombstones
 

@@ -13,15 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from storage_formats.arrays import Bools, Ints
+from storage_formats.arrays import Bools, Ints, holes
 from storage_formats.codecs import Blocks, Codec, Records, fill_record
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.checksum import crc32c_rows, read_checksums
+from storage_formats.format.file_check import FileEntry, check_file
 from storage_formats.format.index_files import IndexFile
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.offset import open_codec
-from storage_formats.format.shard_table import FileEntry
-from storage_formats.shard_check import check_file
 from storage_formats.writing.shard_writer import ShardWriter
 
 EncodeAgain = Callable[[Ints], Mapping[int, Blocks]]
@@ -189,9 +188,10 @@ class ShardRepair:
         precision `target`, uint8 [rows, record_bytes]. Holes remain holes.
         """
         stored = self._stored(source)
-        is_hole = (stored == fill_record(source)).all(axis=1)
+        blocks = source.decode(stored)
+        has_data = ~holes(blocks)
         records = np.repeat(fill_record(target), len(stored), axis=0)
-        records[~is_hole] = target.encode(source.decode(stored[~is_hole]))
+        records[has_data] = target.encode(blocks[has_data])
         return records
 
     def _restore(self, token_codec: Codec, records: Records, damaged: set[str]) -> bool:
@@ -202,7 +202,7 @@ class ShardRepair:
         name = token_codec.name
         root = self._layout.root
         with ShardWriter(root, self._spec, self._shard, [name]) as writer:
-            present = np.flatnonzero((records != fill_record(token_codec)).any(axis=1))
+            present = np.flatnonzero(~holes(token_codec.decode(records)))
             writer.tokens[name].put(present, records[present])
             writer.stage_tokens()
             committed = [self._files.get(path) for path in self._paths(token_codec)]

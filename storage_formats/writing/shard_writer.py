@@ -20,6 +20,7 @@ from storage_formats.arrays import Floats, Ints
 from storage_formats.atomic import fsync_paths, json_bytes, make_directories, naming
 from storage_formats.codecs import Blocks
 from storage_formats.format.checksum import crc32c, crc32c_file
+from storage_formats.format.file_check import FileEntry
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.offset import stored_codec
 from storage_formats.format.receipts import ShardReceipt
@@ -29,7 +30,6 @@ from storage_formats.format.rows import (
     failures_by_reason,
     write_rows,
 )
-from storage_formats.format.shard_table import FileEntry
 from storage_formats.system_calls import promised
 from storage_formats.writing.token_shard import TokenShardFile, outside, refuse_outside
 

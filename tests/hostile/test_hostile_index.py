@@ -22,14 +22,11 @@ from edje_index.errors import ModelError
 from pipelines import delete_rows
 from pipelines.jobs.ann import add_ann
 from storage_formats import CorruptIndexError, TokenStore
+from storage_formats.format.file_check import FileEntry
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.rows import ROW_SCHEMA
-from storage_formats.format.shard_table import (
-    FileEntry,
-    read_shard_table,
-    write_shard_table,
-)
+from storage_formats.format.shard_table import read_shard_table, write_shard_table
 from tests.conftest import REPO, write_random_index
 
 SPEC = IndexSpec(rows=40, shard_size=32, block_shape=(2, 4), embed_dim=12)

@@ -146,8 +146,7 @@ def test_a_table_cannot_name_other_files_than_data_files(index, tmp_path, path):
     replace(manifest, shard_tables=(named,)).write(Layout(index))
     with pytest.raises(
         CorruptIndexError,
-        match=f"lists the file {re.escape(path)}, which is not a data file"
-        "|'../stolen' is not the path of a file inside a directory",
+        match=f"'{re.escape(path)}' is not the path of a (data file|file inside)",
     ):
         copy_index(index, tmp_path / "copy")
 

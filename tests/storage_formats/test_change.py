@@ -114,19 +114,11 @@ def kill(root, kind, plan=None):
 
 
 @pytest.mark.parametrize("ends", ["the next change", "the removal of garbage"])
-def test_private_files_of_killed_writers_are_removed(index, ends):
+def test_files_of_killed_writers_are_removed(index, ends):
     root, _ = index
-    paths = [
-        private_path(root / name)
-        for name in (
-            "index.json",
-            "tokens/offset/c.0.0",
-            "rows/00000000.parquet",
-            "ann/index.faiss",
-            "snapshots/00000000.json",
-            "hashes/rows-00000000.bin",
-        )
-    ]
+    names = ("tokens/offset/c.0.0", "rows/00000099.parquet", "ann/new.faiss")
+    paths = [root / name for name in names]
+    paths.append(private_path(root / "index.json", Layout(root).staging))
     if ends == "the next change":
         kill(root, "append")
     for path in paths:

@@ -7,8 +7,8 @@ from typing import Any, TypedDict
 
 import pytest
 
+from storage_formats.format.file_check import FileEntry
 from storage_formats.format.json_values import read_json
-from storage_formats.format.shard_table import FileEntry
 
 
 class Recall(TypedDict, total=False):

@@ -14,9 +14,9 @@ from edje_index.indexing.faiss_file import FaissFileError, check_faiss_file
 from edje_index.indexing.faiss_index import AnnIndex
 from pipelines.jobs.ann import add_ann
 from storage_formats import CorruptIndexError, Manifest
+from storage_formats.format.file_check import FileEntry
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.shard_table import FileEntry
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import write_random_index
 
@@ -82,8 +82,8 @@ def test_nearest_rows_are_those_of_a_flat_search(root, factory):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"nonsense", r"the FAISS file has 8 bytes instead of the \d+ in index.json"),
-        (bytes, "the FAISS file is damaged or was replaced: its CRC-32C"),
+        (b"nonsense", r"has 8 bytes instead of the \d+ that were committed"),
+        (bytes, r"has CRC-32C \w+ instead of"),
         (None, "No such file or directory"),
     ],
 )
