@@ -41,8 +41,9 @@ def holes(values: Array) -> Bools:
         values: decoded blocks [k, m, d] or embeddings [k, embed_dim]. The values of a
             hole are NaN. All values of other rows are finite.
     """
-    first = values[(slice(None), *(0,) * (values.ndim - 1))]
-    return np.isnan(first.astype(np.float32))
+    while values.ndim > 1:
+        values = values[:, 0]
+    return np.isnan(values.astype(np.float32))
 
 
 def as_finite(values: Any, name: str) -> Floats:

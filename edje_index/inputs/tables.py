@@ -288,9 +288,9 @@ class Table:
             for number, row in rows:
                 fields = row or []
                 values: Json = {}
-                for name, text in zip(names, fields, strict=False):
-                    if text:
-                        values.setdefault(name, PlainText(text))
+                for column, field in zip(names, fields, strict=False):
+                    if field:
+                        values.setdefault(column, PlainText(field))
                 problem = "" if row else "a field is too long"
                 if any(fields[len(names) :]):
                     count(MORE_FIELDS)
@@ -407,6 +407,7 @@ class Table:
         the statistics in the file. Otherwise b"" replaces them.
         """
         leaf = image_leaf(parquet.schema_arrow, column)
+        assert leaf is not None
         paths = [parquet.schema.column(at).path for at in range(len(parquet.schema))]
         position = paths.index(leaf)
         groups = map(parquet.metadata.row_group, range(parquet.metadata.num_row_groups))
@@ -415,13 +416,13 @@ class Table:
             each is None or not each.has_null_count or each.null_count
             for each in statistics
         )
-        leaves = [leaf] if has_nulls else []
+        leaves: list[str] = [leaf] if has_nulls else []
         if f"{column}.path" in paths:
-            leaves.append(f"{column}.path")
+            leaves = [*leaves, f"{column}.path"]
         if not names and not leaves:
             yield from itertools.repeat((b"",), parquet.metadata.num_rows)
             return
-        read = [*names, column] if leaves else names
+        read: list[str] = [*names, column] if leaves else names
         rows = _ROWS_WITH_IMAGES if has_nulls else _ROWS
         for fields in parquet_rows(parquet, read, rows, [*names, *leaves]):
             yield fields if leaves else (*fields, b"")

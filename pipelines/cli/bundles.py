@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -107,7 +107,7 @@ def show(bundle: Path) -> None:
     from edje_index.bundles.info import read_bundle_info
 
     info = read_bundle_info(bundle)
-    record = {
+    record: dict[str, Any] = {
         "bundle": str(info.path),
         "vision": info.vision_name,
         "image_size": list(info.vision["image_size"]),

@@ -241,6 +241,7 @@ class Command(click.Command):
             flag: the option, or the name of the argument in capital letters.
         """
         name = argument.arg
+        assert argument.annotation is not None
         annotation = list(ast.walk(argument.annotation))
         kinds = [node.id for node in annotation if isinstance(node, ast.Name)]
         is_optional = any(getattr(node, "value", "") is None for node in annotation)

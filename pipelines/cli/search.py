@@ -173,11 +173,12 @@ def search(
         empty = f"no hit has a relevance of {min_relevance:g}: lower --min-relevance"
     if image is not None:
         if choices:
-            hits = opened.search_texts(image, choices, k, pool, score=score)
-            hits = [hit for hit in hits if hit.relevance >= min_relevance]
+            rated = opened.search_texts(image, choices, k, pool, score=score)
+            better = [hit for hit in rated if hit.relevance >= min_relevance]
+            _print_hits(str(image), better, empty)
         else:
             hits = opened.search_image(image, k, where=where).at_least(min_relevance)
-        _print_hits(str(image), hits, empty)
+            _print_hits(str(image), hits, empty)
         return
     # The page ranks all candidates, so the search has to return all of them.
     shown = k if html is None else pool or max(k, opened.default_pool)

@@ -232,7 +232,7 @@ class Edit:
                 on_event(StatusMessage("changing the nearest-neighbour index"))
                 if self.erases:
                     gone = change.index.deleted.with_rows(list(self.deleted))
-                    ann = ann_without_rows(change.index, gone.row_ids)
+                    ann = ann_without_rows(change.index, gone.row_ids.tolist())
                 else:
                     on_progress = progress_callback(on_event)
                     ann = extend_ann(change.layout, self.spec, ann, on_progress)
@@ -525,7 +525,12 @@ def edited(
         columns=columns,
         edits=edits,
         **write_tables(
-            layout, spec, receipts, columns, index, edit.work and edit.work.target
+            layout,
+            spec,
+            receipts,
+            columns,
+            index,
+            edit.work.target if edit.work else None,
         ),
     )
 

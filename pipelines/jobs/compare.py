@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from edje_index.inputs.refs import InputRef, display_path, rows_digest
+from edje_index.inputs.tables import STANDARD_INPUT
 from pipelines.jobs.plan import (
     CollectedColumns,
     SourceGroup,
@@ -35,7 +36,6 @@ from pipelines.sources import (
     hashed,
     without_nested,
 )
-from pipelines.sources.base import STANDARD_INPUT
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.edits import input_hash
 from storage_formats.format.manifest import CommittedIndex
