@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from edje_index.bundles.info import matching_bundle
 from edje_index.captions.matching import match_items, name_table, stored_captions
-from edje_index.captions.reading import read_captions
-from edje_index.evaluation.pools import full_set, score_pairs, split_set, token_sources
+from edje_index.captions.reading import CaptionedImage, read_captions
+from edje_index.evaluation.pools import (
+    EvaluationSet,
+    TokenSource,
+    full_set,
+    score_pairs,
+    split_set,
+    token_sources,
+)
 from edje_index.evaluation.recall import (
     ClusterBootstrap,
     Estimate,
+    Pools,
     hits,
     ranks_after_reranking,
 )
@@ -115,8 +123,10 @@ class Result:
         in_pool: percentage of queries with a relevant candidate in the pool.
         gain: R@k minus R@k of the embeddings alone, by cutoff k.
         change: R@k minus R@k with the precision `change_from`, by cutoff k.
-        change_from: reference precision of `change`; None if `precision` is the
-            reference precision.
+        first_kept: percentage of queries whose first hit is the same as with the
+            precision `change_from`.
+        change_from: reference precision of `change` and `first_kept`; None if
+            `precision` is the reference precision.
     """
 
     direction: str
@@ -128,6 +138,7 @@ class Result:
     in_pool: Estimate | None = None
     gain: dict[int, Estimate] | None = None
     change: dict[int, Estimate] | None = None
+    first_kept: Estimate | None = None
     change_from: str | None = None
 
 
@@ -249,16 +260,17 @@ def evaluate(
     # An invalid score raises an error here, before anything is read.
     parse_score(score, ScoreWeights())
     opened = CommittedIndex.open(index)
-    if captions is None:
-        if images is not None:
-            raise UsageError(
-                "images is the base directory of a caption file; give captions"
-            )
-        all_items = stored_captions(opened)
-        items = stored_captions(opened, split)
-    else:
-        all_items = read_captions(captions, images)
-        items = all_items if split is None else read_captions(captions, images, split)
+    if captions is None and images is not None:
+        raise UsageError(
+            "images is the base directory of a caption file; give captions"
+        )
+
+    def items_of(part: str | None) -> list[CaptionedImage]:
+        if captions is None:
+            return stored_captions(opened, part)
+        return read_captions(captions, images, part)
+
+    items = items_of(split)
     sources = token_sources(opened, precisions)
     table = name_table(opened)
     matched = match_items(opened.root, table, items)
@@ -274,7 +286,7 @@ def evaluate(
     eval_set = split_set([item.captions for item in used_items], used_rows)
     if full:
         # Without a split, `eval_set` already has all captions.
-        others = all_items if split is not None else []
+        others = [] if split is None else items_of(None)
         eval_set = full_set(
             opened,
             eval_set,
@@ -285,11 +297,11 @@ def evaluate(
         eval_set = eval_set.subsampled(queries, seed)
 
     weights = {direction: bundle.weights(direction, score) for direction in DIRECTIONS}
-    scores = {direction: FinalScore.of(each) for direction, each in weights.items()}
-    if any(reads_tokens(final.parts) for final in scores.values()):
+    finals = [FinalScore.of(each) for each in weights.values()]
+    if any(reads_tokens(final.parts) for final in finals):
         bundle.check_reranks()
     # For the embedding similarity alone, nothing is re-ranked and no tokens are read.
-    if all(final.parts == (EMBEDDING,) for final in scores.values()):
+    if all(final.parts == (EMBEDDING,) for final in finals):
         pools = ()
         sources = []
 
@@ -301,59 +313,18 @@ def evaluate(
         direction: eval_set.pools(direction, *embeddings, max((*pools, 1)))
         for direction in DIRECTIONS
     }
-    finals: dict[str, dict[str, Floats]] = {}
-    used_parts = {part for final in scores.values() for part in final.parts}
-    joint_parts = [part for part in JOINT_PARTS if part in used_parts]
-    for source in sources:
-        parts = score_pairs(
-            bundle.scorer,
-            joint_parts,
-            eval_set.captions,
-            [eval_set.pairs(direction, pool) for direction, pool in nearest.items()],
-            source.fetch,
-            on_progress,
-            f"pairs scored, {source.codec.name}",
-        )
-        finals[source.codec.name] = {
-            direction: scores[direction].sum({EMBEDDING: pool.similarities, **values})
-            for (direction, pool), values in zip(nearest.items(), parts, strict=True)
-        }
-
-    results = []
-    for direction, pool in nearest.items():
-        bootstrap = ClusterBootstrap(
-            eval_set.images_of_queries(direction), resamples, seed
-        )
-        results.append(Result(direction, _recall(bootstrap, cutoffs, pool.ranks)))
-        for size in pools:
-            in_pool = bootstrap.estimates(_PERCENT * (pool.ranks < size)[:, None])[0]
-            ranks = {
-                precision: ranks_after_reranking(
-                    values[direction], pool.relevant, size, pool.ranks
-                )
-                for precision, values in finals.items()
-            }
-            reference = _REFERENCE if _REFERENCE in ranks else next(iter(ranks))
-            for source in sources:
-                its_ranks = ranks[source.codec.name]
-                is_reference = source.codec.name == reference
-                result = Result(
-                    direction=direction,
-                    recall=_recall(bootstrap, cutoffs, its_ranks),
-                    precision=source.codec.name,
-                    simulated_from=source.simulated_from,
-                    bytes_per_image=source.codec.record_bytes,
-                    pool=size,
-                    in_pool=in_pool,
-                    gain=_recall(bootstrap, cutoffs, its_ranks, pool.ranks),
-                    change=(
-                        None
-                        if is_reference
-                        else _recall(bootstrap, cutoffs, its_ranks, ranks[reference])
-                    ),
-                    change_from=None if is_reference else reference,
-                )
-                results.append(result)
+    results = measure(
+        bundle,
+        eval_set,
+        nearest,
+        sources,
+        weights,
+        cutoffs=cutoffs,
+        pools=pools,
+        resamples=resamples,
+        seed=seed,
+        on_progress=on_progress,
+    )
 
     system = System(
         name=Path(index).resolve().stem,
@@ -386,6 +357,94 @@ def evaluate(
         results=tuple(results),
         seconds=time.monotonic() - began,
     )
+
+
+def measure(
+    model: SearchModel,
+    queries: EvaluationSet,
+    nearest: Mapping[str, Pools],
+    sources: Sequence[TokenSource],
+    weights: Mapping[str, ScoreWeights],
+    *,
+    cutoffs: Sequence[int],
+    pools: Sequence[int],
+    reference: str | None = None,
+    resamples: int = 1000,
+    seed: int = 0,
+    on_progress: OnProgress = lambda activity, done, total: None,
+) -> list[Result]:
+    """Measure the recall by the embeddings alone, and after re-ranking with the tokens
+    of each source.
+
+    Args:
+        nearest: the candidates of the queries by direction, at least as many per query
+            as the largest of `pools`.
+        sources: tokens to re-rank with, of distinct precisions.
+        weights: weights of the final score by direction.
+        pools: pool sizes.
+        reference: precision that the others are compared with; None for bf16, or
+            without it the first of `sources`.
+    """
+    scores = {direction: FinalScore.of(weights[direction]) for direction in nearest}
+    used_parts = {part for final in scores.values() for part in final.parts}
+    joint_parts = [part for part in JOINT_PARTS if part in used_parts]
+    finals: dict[str, dict[str, Floats]] = {}
+    for source in sources:
+        parts = score_pairs(
+            model.scorer,
+            joint_parts,
+            queries.captions,
+            [queries.pairs(direction, pool) for direction, pool in nearest.items()],
+            source.fetch,
+            on_progress,
+            f"pairs scored, {source.codec.name}",
+        )
+        finals[source.codec.name] = {
+            direction: scores[direction].sum({EMBEDDING: pool.similarities, **values})
+            for (direction, pool), values in zip(nearest.items(), parts, strict=True)
+        }
+    if reference is None and finals:
+        reference = _REFERENCE if _REFERENCE in finals else next(iter(finals))
+    results = []
+    for direction, pool in nearest.items():
+        bootstrap = ClusterBootstrap(
+            queries.images_of_queries(direction), resamples, seed
+        )
+        results.append(Result(direction, _recall(bootstrap, cutoffs, pool.ranks)))
+        for size in pools:
+            in_pool = bootstrap.estimates(_PERCENT * (pool.ranks < size)[:, None])[0]
+            ranks = {}
+            first_hits = {}
+            for precision, values in finals.items():
+                in_order = values[direction][:, :size]
+                first_hits[precision] = in_order.argmax(axis=1)
+                ranks[precision] = ranks_after_reranking(
+                    in_order, pool.relevant, size, pool.ranks
+                )
+            for source in sources:
+                precision = source.codec.name
+                result = Result(
+                    direction=direction,
+                    recall=_recall(bootstrap, cutoffs, ranks[precision]),
+                    precision=precision,
+                    simulated_from=source.simulated_from,
+                    bytes_per_image=source.codec.record_bytes,
+                    pool=size,
+                    in_pool=in_pool,
+                    gain=_recall(bootstrap, cutoffs, ranks[precision], pool.ranks),
+                )
+                if precision != reference:
+                    is_kept = first_hits[precision] == first_hits[reference]
+                    result = replace(
+                        result,
+                        change=_recall(
+                            bootstrap, cutoffs, ranks[precision], ranks[reference]
+                        ),
+                        first_kept=bootstrap.estimates(_PERCENT * is_kept[:, None])[0],
+                        change_from=reference,
+                    )
+                results.append(result)
+    return results
 
 
 def _recall(

@@ -6,34 +6,27 @@ Nothing is written to the index.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from edje_index.captions.reading import usable_captions
 from edje_index.errors import BundleNotFoundError
-from edje_index.evaluation.pools import TokenSource, score_pairs, token_sources
-from edje_index.evaluation.recall import ClusterBootstrap, Estimate
-from edje_index.indexing.faiss_index import AnnIndex, Neighbours
+from edje_index.evaluation.evaluate import Result, measure
+from edje_index.evaluation.pools import EvaluationSet, token_sources
+from edje_index.evaluation.recall import Estimate, Pools
+from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.progress import OnProgress
-from edje_index.scoring.final_score import FinalScore
-from edje_index.scoring.weights import (
-    EMBEDDING,
-    JOINT_PARTS,
-    LATE,
-    LOGIT,
-    PART_NAMES,
-    TEXT_TO_IMAGE,
-)
+from edje_index.scoring.weights import TEXT_TO_IMAGE
 from edje_index.search.query import read_queries
 from edje_index.search.token_index import TokenIndex
 from storage_formats.arguments import as_count
-from storage_formats.arrays import Bools, Floats
 from storage_formats.codecs.formats import FORMATS
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import INDEXED, iter_rows
-from storage_formats.format.source_columns import caption_columns, captions_of
+from storage_formats.format.source_columns import caption_columns
 from storage_formats.format.tombstones import live_rows
 
 _BATCH_ROWS = 128
@@ -51,55 +44,30 @@ _ACCEPTED_LOSS = 1.0
 # If the correct hits are not known, the advice accepts a precision that changes at most
 # this percentage of the first hits.
 _ACCEPTED_CHANGE = 3.0
-WHOLE_SCORE = "whole score"
-
-
-@dataclass(frozen=True)
-class RankingChange:
-    """How much the ranking by one score changes if the candidates are scored with the
-    tokens of a precision instead of the reference precision. The estimates have 95 %
-    confidence intervals from a paired bootstrap over queries.
-
-    Attributes:
-        first_kept: percentage of queries whose first hit stays the same.
-        loss: R@1 of the reference minus R@1 of the precision, in points; None if the
-            correct hits are not known.
-    """
-
-    first_kept: Estimate
-    loss: Estimate | None
-
-    @property
-    def lost(self) -> Estimate:
-        """The loss of R@1 in points, or, if the correct hits are not known, the
-        percentage of first hits that change.
-        """
-        if self.loss is not None:
-            return self.loss
-        low, high = self.first_kept.bounds
-        return Estimate(100 - self.first_kept.value, 100 - high, 100 - low)
 
 
 @dataclass(frozen=True)
 class PrecisionCost:
-    """One precision, compared with the reference.
+    """One precision, compared with the reference. The estimates have 95 % confidence
+    intervals from a paired bootstrap over queries.
 
     Attributes:
         stored: True if the index stores the precision, False if the tokens were
             converted in memory for this report, as `quantize` would convert them.
         relative_error: norm of the errors of all tokens, divided by the norm of all
             tokens; None if there are no tokens.
-        ranking: change of the ranking by each score, with the name of the score as key.
-            The first score is the whole score. If the whole score has several parts,
-            the late interaction alone and the logit alone follow, if they are parts of
-            it. Empty if re-ranking was not measured.
+        first_kept: percentage of queries whose first hit stays the same; None if
+            re-ranking was not measured.
+        loss: R@1 of the reference minus R@1 of the precision, in points; None if
+            re-ranking was not measured, or the correct hits are not known.
     """
 
     name: str
     stored: bool
     bytes_per_image: int
     relative_error: float | None
-    ranking: dict[str, RankingChange] = field(default_factory=dict)
+    first_kept: Estimate | None = None
+    loss: Estimate | None = None
 
 
 @dataclass(frozen=True)
@@ -119,8 +87,8 @@ class QuantizationReport:
             not measured.
         pool: number of candidates per query.
         trained: False if the weights of the bundle are random, or there is no bundle.
-        recall: R@1 of the reference in percent, for the ranking by each score, with the
-            name of the score as key; empty if the correct hits are not known.
+        recall: R@1 of the reference in percent; None if re-ranking was not measured, or
+            the correct hits are not known.
         ranking_left_out: why re-ranking was not measured; None if it was measured.
         advice: a sentence that names the precision to keep, or says that there are too
             few queries; None if re-ranking was not measured, or the model is untrained.
@@ -138,7 +106,7 @@ class QuantizationReport:
     queries: int
     pool: int
     trained: bool
-    recall: dict[str, Estimate]
+    recall: Estimate | None
     ranking_left_out: str | None
     precisions: tuple[PrecisionCost, ...]
     advice: str | None
@@ -207,55 +175,62 @@ def measure_precisions(
             squares[name] += float(np.square(other.astype(np.float64) - exact).sum())
 
     opened, left_out = _ranking_index(index, model, has_queries=bool(texts))
-    scores: dict[str, dict[str, list[Floats]]] = {}
-    hits: list[Bools] = []
-    clusters: list[int] = []
+    results: dict[str, Result] = {}
+    used: list[int] = []
     if opened is not None:
-        nearest = AnnIndex(opened.committed).nearest_to_each(
+        neighbours = AnnIndex(opened.committed).nearest_to_each(
             opened.model.text.encode(texts), pool
         )
-        # Queries with fewer than two candidates are left out: nothing can be ranked.
-        used = [at for at, (rows, _) in enumerate(nearest) if len(rows) >= 2]
-        # Queries with the same correct row are not independent, so they form a cluster,
-        # whose number is the row id. If the correct rows are not known, every query is
-        # a cluster of its own, and `hits` has no meaning and is not used.
-        clusters = [correct[at] if correct else at for at in used]
-        hits = [nearest[at][0] == row for at, row in zip(used, clusters, strict=True)]
+        # Queries with fewer candidates than others are left out. If there are fewer
+        # than two candidates, nothing can be ranked.
+        width = max(2, *(len(rows) for rows, _ in neighbours))
+        used = [at for at, (rows, _) in enumerate(neighbours) if len(rows) == width]
+        left_out = None if used else "no query has two candidates"
         if used:
-            pools = [nearest[at] for at in used]
-            used_texts = [texts[at] for at in used]
-            scores = _scores(opened, sources, used_texts, pools, on_progress)
-        left_out = None if scores else "no query has two candidates"
-    bootstrap = ClusterBootstrap(np.array(clusters, dtype=np.int64))
-    labels = hits if correct else None
-    changes = {
-        name: {
-            score: compare_rankings(
-                by_name[reference],
-                by_name[name],
-                labels,
-                bootstrap,
+            # A query whose correct row is not known has a negative number instead.
+            labels = np.array([correct[at] if correct else -1 - at for at in used])
+            candidates = np.array([neighbours[at][0] for at in used])
+            similarities = np.array([neighbours[at][1] for at in used])
+            relevant = candidates == labels[:, None]
+            ranks = np.where(relevant.any(axis=1), relevant.argmax(axis=1), width)
+            results = {
+                str(result.precision): result
+                for result in measure(
+                    opened.model,
+                    EvaluationSet(
+                        rows=np.arange(spec.rows),
+                        captions=tuple(texts[at] for at in used),
+                        caption_rows=labels,
+                        query_captions=np.arange(len(used)),
+                        query_rows=np.array([], dtype=np.int64),
+                    ),
+                    {TEXT_TO_IMAGE: Pools(candidates, similarities, relevant, ranks)},
+                    list(sources.values()),
+                    {TEXT_TO_IMAGE: opened.model.weights(TEXT_TO_IMAGE)},
+                    cutoffs=(1,),
+                    pools=(width,),
+                    reference=reference,
+                    on_progress=on_progress,
+                )
+            }
+    costs = []
+    for name, source in sources.items():
+        if name == reference:
+            continue
+        error = None
+        if squares[reference]:
+            error = (squares[name] / squares[reference]) ** 0.5
+        is_stored = source.simulated_from is None
+        cost = PrecisionCost(name, is_stored, source.codec.record_bytes, error)
+        if name in results:
+            change = results[name].change or {}
+            cost = replace(
+                cost,
+                first_kept=results[name].first_kept,
+                loss=change[1].subtracted_from(0.0) if correct else None,
             )
-            for score, by_name in scores.items()
-        }
-        for name in compared
-    }
-    recall = {}
-    if correct:
-        for score, by_name in scores.items():
-            is_correct = _first_hits(by_name[reference], hits)
-            recall[score] = bootstrap.estimates(100.0 * is_correct[:, None])[0]
-    costs = [
-        PrecisionCost(
-            name,
-            source.simulated_from is None,
-            source.codec.record_bytes,
-            (squares[name] / squares[reference]) ** 0.5 if squares[reference] else None,
-            changes[name],
-        )
-        for name, source in sources.items()
-        if name != reference
-    ]
+        costs.append(cost)
+    recall = results[reference].recall[1] if results and correct else None
     size = sources[reference].codec.record_bytes
     trained = opened is not None and opened.model.info.trained
     return QuantizationReport(
@@ -268,53 +243,14 @@ def measure_precisions(
         sampled_rows=len(sampled),
         holes=holes,
         query_source=query_source,
-        queries=len(clusters),
+        queries=len(used),
         pool=pool,
         trained=trained,
         recall=recall,
         ranking_left_out=left_out,
         precisions=tuple(costs),
-        advice=advice(reference, size, costs, len(clusters)) if trained else None,
+        advice=advice(reference, size, costs, len(used)) if trained else None,
     )
-
-
-def _scores(
-    opened: TokenIndex,
-    sources: Mapping[str, TokenSource],
-    texts: Sequence[str],
-    pools: Sequence[Neighbours],
-    on_progress: OnProgress,
-) -> dict[str, dict[str, list[Floats]]]:
-    """Return the scores of the candidates of each query, float32 [k] each. The keys of
-    the outer dictionary are names of scores, and those of the inner ones precisions.
-    """
-    rows, similarities = (np.concatenate(each) for each in zip(*pools, strict=True))
-    sizes = [len(each) for each, _ in pools]
-    ends = np.cumsum(sizes)[:-1]
-    final = FinalScore.of(opened.model.weights(TEXT_TO_IMAGE))
-    names = [part for part in JOINT_PARTS if part in final.parts]
-    scores: dict[str, dict[str, list[Floats]]] = {}
-    for number, (name, source) in enumerate(sources.items(), 1):
-        (values,) = score_pairs(
-            opened.model.scorer,
-            names,
-            texts,
-            [(np.repeat(np.arange(len(texts)), sizes), rows)],
-            source.fetch,
-            on_progress,
-            f"re-ranking, precision {number} of {len(sources)}, pairs",
-        )
-        values[EMBEDDING] = similarities
-        kinds = {WHOLE_SCORE: final.sum(values)}
-        if len(final.parts) > 1:
-            kinds |= {
-                PART_NAMES[part]: values[part]
-                for part in (LATE, LOGIT)
-                if part in names
-            }
-        for score, numbers in kinds.items():
-            scores.setdefault(score, {})[name] = np.split(numbers, ends)
-    return scores
 
 
 def _queries(
@@ -334,8 +270,7 @@ def _queries(
         for table in tables
         for row in table.to_pylist()
         if row["status"] == INDEXED
-        for text in captions_of(row)
-        if text.strip()
+        for text in usable_captions(row)[0]
     )
     # The captions with the lowest random numbers are a random sample of all captions.
     sample = heapq.nsmallest(_QUERIES, captions)
@@ -363,37 +298,6 @@ def _ranking_index(
     return opened, None
 
 
-def _first_hits(scores: Sequence[Floats], hits: Sequence[Bools]) -> Bools:
-    """Return whether the best candidate of each query is correct, bool [q]."""
-    pairs = zip(scores, hits, strict=True)
-    return np.array([correct[np.argmax(values)] for values, correct in pairs])
-
-
-def compare_rankings(
-    reference: Sequence[Floats],
-    other: Sequence[Floats],
-    hits: Sequence[Bools] | None,
-    bootstrap: ClusterBootstrap,
-) -> RankingChange:
-    """Compare two sets of scores for the same candidates of each query.
-
-    Args:
-        reference: for each query, reference scores of k candidates, float32 [k].
-        other: for each query, other scores of the same candidates in the same order.
-        hits: for each query, which candidates are correct, bool [k]; None if unknown.
-        bootstrap: resamples of the queries.
-    """
-    # If several candidates have the highest score, `argmax` selects the first of them.
-    pairs = zip(reference, other, strict=True)
-    kept = np.array([np.argmax(left) == np.argmax(right) for left, right in pairs])
-    columns = [kept.astype(np.float64)]
-    if hits is not None:
-        before, after = (_first_hits(each, hits) for each in (reference, other))
-        columns.append(before.astype(np.float64) - after)
-    first_kept, *loss = bootstrap.estimates(100.0 * np.column_stack(columns))
-    return RankingChange(first_kept, loss[0] if loss else None)
-
-
 def advice(
     reference: str,
     reference_bytes: int,
@@ -410,7 +314,7 @@ def advice(
     reference, and its upper bound must be at most 3 %. If a smaller precision was also
     measured, the sentence also names the loss of the next smaller one.
     """
-    ranked = [cost for cost in costs if cost.ranking]
+    ranked = [cost for cost in costs if cost.first_kept is not None]
     if not ranked:
         return None
     if queries < _MIN_QUERIES:
@@ -418,14 +322,15 @@ def advice(
             f"no advice: {queries} queries are too few, at least {_MIN_QUERIES} are"
             " needed"
         )
-    is_labelled = ranked[0].ranking[WHOLE_SCORE].loss is not None
+    is_labelled = ranked[0].loss is not None
     verb = "lose" if is_labelled else "change"
     unit = "points of R@1" if is_labelled else "% of the first hits"
     limit = _ACCEPTED_LOSS if is_labelled else _ACCEPTED_CHANGE
     chosen = f"keep {reference}: {reference_bytes / 1000:.1f} kB per image"
     refused = ""
     for cost in sorted(ranked, key=lambda cost: -cost.bytes_per_image):
-        lost = cost.ranking[WHOLE_SCORE].lost
+        assert cost.first_kept is not None
+        lost = cost.loss or cost.first_kept.subtracted_from(100.0)
         low, high = lost.bounds
         amount = f"{lost.value:.1f} {unit} ({low:+.1f} to {high:+.1f}"
         if high <= limit:

@@ -5,7 +5,6 @@ tables are aligned, so they are also readable in a terminal.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -159,8 +158,8 @@ def quantization_report(report: QuantizationReport) -> str:
             notes.append(
                 "The model is untrained: changes of the ranking have no meaning."
             )
-    for score, estimate in report.recall.items():
-        notes.append(f"R@1 of {report.reference} by {score}: {_shown(estimate)} %.")
+    if report.recall is not None:
+        notes.append(f"R@1 of {report.reference}: {_shown(report.recall)} %.")
     if report.reference != "bf16":
         notes.append(
             f"The reference is {report.reference}. Its own errors are not included."
@@ -179,86 +178,26 @@ def quantization_report(report: QuantizationReport) -> str:
         *(f"- {note}" for note in notes),
         "",
     ]
-    sizes = [(report.reference, report.reference_bytes_per_image, "0", "yes")]
-    rankings = []
+    size = report.reference_bytes_per_image
+    rows = [(report.reference, size, "0", "yes", "", "")]
     for cost in report.precisions:
         error = "" if cost.relative_error is None else f"{cost.relative_error:.4f}"
         stored = "yes" if cost.stored else "no"
-        sizes.append((cost.name, cost.bytes_per_image, error, stored))
-        for score, change in cost.ranking.items():
-            loss = "" if change.loss is None else _shown(change.loss)
-            rankings.append([cost.name, score, _shown(change.first_kept), loss])
-    names = ("bits per value", "bytes per image", "relative error", "stored")
+        kept, loss = (
+            "" if estimate is None else _shown(estimate)
+            for estimate in (cost.first_kept, cost.loss)
+        )
+        rows.append((cost.name, cost.bytes_per_image, error, stored, kept, loss))
+    header = ("precision", "bits per value", "bytes per image", "relative error")
+    header += ("stored", "first hit kept, %", "R@1 loss, points")
     lines += table(
-        ("precision", *names),
+        header,
         [
             [name, f"{8 * size / (m * d):.2f}", f"{size:,}", *others]
-            for name, size, *others in sizes
+            for name, size, *others in rows
         ],
     )
-    if rankings:
-        header = ("precision", "ranking by", "first hit kept, %", "R@1 loss, points")
-        lines += ["", *table(header, rankings)]
     return "\n".join(lines) + "\n"
-
-
-def quantization_figure(report: QuantizationReport) -> str:
-    """Return an SVG image that plots the loss of each precision against its bytes per
-    image. The loss is measured on the ranking by the whole score, in points of R@1. If
-    the correct hits are not known, it is the percentage of first hits that change.
-    """
-    losses = {report.reference: (report.reference_bytes_per_image, Estimate(0.0))}
-    for cost in report.precisions:
-        # The first entry is for the whole score. If re-ranking was not measured, there
-        # are no entries, and the precision is not plotted.
-        for change in list(cost.ranking.values())[:1]:
-            losses[cost.name] = (cost.bytes_per_image, change.lost)
-    points = [
-        (size, lost, f"{name}: {lost.value:.1f} at {size / 1000:.1f} kB", "#06c")
-        for name, (size, lost) in losses.items()
-    ]
-    loss = "R@1 loss, points" if report.recall else "First hits that change, %"
-    return scatter_plot(f"{loss}, over bytes per image (logarithmic)", points)
-
-
-def scatter_plot(title: str, points: Sequence[tuple[float, Estimate, str, str]]) -> str:
-    """Return an SVG image with a labelled circle for each of `points`: (x, y, label,
-    colour).
-
-    The scale of x is logarithmic. A vertical line through a circle shows the confidence
-    interval of y. Horizontal grid lines are at both ends of the scale of y, and at 0 if
-    0 is between them.
-    """
-    across = [math.log(x) for x, *_ in points]
-    heights = [each for _, y, *_ in points for each in y.bounds]
-    left = min(across)
-    top = max(heights)
-    bottom = min(heights)
-    width = max(across) - left or 1.0
-    height = top - bottom or 1.0
-    marks = []
-    for level in sorted({bottom, min(max(0.0, bottom), top), top}):
-        down = 60 + 300 * (top - level) / height
-        marks.append(
-            f'<path d="M40 {down:.1f}H700" stroke="#ddd"/>'
-            f'<text x="34" y="{down + 4:.1f}" text-anchor="end">{level:.1f}</text>'
-        )
-    for at, (_, y, label, colour) in zip(across, points, strict=True):
-        x = 60 + 440 * (at - left) / width
-        down, low, high = (
-            60 + 300 * (top - each) / height for each in (y.value, *y.bounds)
-        )
-        marks.append(
-            f'<path d="M{x:.1f} {low:.1f}V{high:.1f}" stroke="#888"/>'
-            f'<circle cx="{x:.1f}" cy="{down:.1f}" r="4" fill="{colour}"'
-            ' stroke="black"/>'
-            f'<text x="{x + 8:.1f}" y="{down - 6:.1f}">{label}</text>'
-        )
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 400" font-size="11"'
-        ' font-family="sans-serif"><rect width="720" height="400" fill="#fff"/>'
-        f'<text x="8" y="20">{title}</text>{"".join(marks)}</svg>\n'
-    )
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

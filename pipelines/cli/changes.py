@@ -546,7 +546,6 @@ def quantize(
         from edje_index.evaluation.quantization import measure_precisions
         from edje_index.evaluation.report import (
             check_report_folder,
-            quantization_figure,
             quantization_report,
             write_report,
         )
@@ -564,7 +563,6 @@ def quantize(
         yield from text.splitlines()
         if is_written:
             write_report(report_dir, text, asdict(measured))
-            (report_dir / "report.svg").write_text(quantization_figure(measured))
             yield f"report written to {report_dir}"
         output = {"report": asdict(measured)} if is_change else asdict(measured)
     if is_change:

@@ -5,45 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edje_index.evaluation.quantization import (
-    WHOLE_SCORE,
-    PrecisionCost,
-    RankingChange,
-    _queries,
-    advice,
-    compare_rankings,
-)
-from edje_index.evaluation.recall import ClusterBootstrap, Estimate
+from edje_index.evaluation.quantization import PrecisionCost, _queries, advice
+from edje_index.evaluation.recall import Estimate
 from storage_formats import IndexWriter
 from storage_formats.format.manifest import CommittedIndex
-
-REFERENCE = [
-    np.array(values, np.float32) for values in ([3, 2, 1], [1, 2, 3], [1, 1, 0])
-]
-HITS = [np.array(values) for values in ([True, False, False],) * 3]
-
-
-def test_first_hits_and_recall_are_compared_per_query():
-    other = [
-        np.array(values, np.float32) for values in ([1, 2, 0], [1, 2, 4], [1, 1, 0])
-    ]
-    bootstrap = ClusterBootstrap(np.arange(3), 200)
-    change = compare_rankings(REFERENCE, other, HITS, bootstrap)
-    assert change.first_kept.value == pytest.approx(200 / 3)
-    assert change.loss.value == pytest.approx(100 / 3)
-    assert 0 <= change.loss.low <= change.loss.value <= change.loss.high <= 100
-    assert compare_rankings(REFERENCE, other, None, bootstrap).loss is None
-    same = compare_rankings(REFERENCE, REFERENCE, HITS, bootstrap)
-    assert (same.first_kept, same.loss) == (
-        Estimate(100.0, 100.0, 100.0),
-        Estimate(0.0, 0.0, 0.0),
-    )
 
 
 def cost(name, size, loss, spread=0.4):
     estimate = Estimate(loss, loss - spread, loss + spread)
-    change = RankingChange(Estimate(100 - loss), estimate)
-    return PrecisionCost(name, False, size, 0.1, {WHOLE_SCORE: change})
+    return PrecisionCost(name, False, size, 0.1, Estimate(100 - loss), estimate)
 
 
 def test_the_smallest_precision_that_loses_no_more_than_a_point_is_kept():
@@ -67,9 +37,8 @@ def test_the_smallest_precision_that_loses_no_more_than_a_point_is_kept():
         " sign1 would lose 6.0 points of R@1 (+5.6 to +6.4, the limit is +1.0)"
     )
     assert advice("bf16", 49152, [], 300) is None
-    unlabelled = RankingChange(Estimate(98.0, 97.5, 99.0), None)
-    found = PrecisionCost("nvfp4", True, 13824, 0.1, {WHOLE_SCORE: unlabelled})
-    assert advice("bf16", 49152, [found], 300) == (
+    unlabelled = PrecisionCost("nvfp4", True, 13824, 0.1, Estimate(98.0, 97.5, 99.0))
+    assert advice("bf16", 49152, [unlabelled], 300) == (
         "keep nvfp4: 13.8 kB per image, changes 2.0 % of the first hits (+1.0 to +2.5)"
     )
 
