@@ -316,19 +316,21 @@ class _Check:
         lines = []
         for at, path in enumerate(self._photos):
             captions = [f"a picture {at} of {thing}" for thing in ("dogs", "a red car")]
-            lines.append(json.dumps({"image": str(path), "captions": captions}))
+            lines.append(json.dumps({"path": str(path), "captions": captions}))
         Path("captions.jsonl").write_text("\n".join(lines))
+        run_command("model", "features", "tiny", "features")
+        build = ("captions.jsonl", "--model", "features", "--engine", "inline")
+        run_command("build", *build, "--max-failed", "1", "--out", "captions.edje")
         losses = []
         for device, chunk in (("cpu", 8), (self.device, 8), (self.device, 2)):
             settings = (
                 "loop.steps=6 loop.batch_size=8 loop.dtype=float32 alignment.steps=0"
-                " augmentation.views=0 architecture.dropout=0 fitting.pooled_dim=0"
+                " architecture.dropout=0 fitting.pooled_dim=0 inputs.init=tiny"
                 f" run.log_every=1 run.device={device} run.chunk_pairs={chunk}"
             ).split()
             out = f"{device}-{chunk}"
-            models = ("--model", "tiny", "--init", "tiny", "--out", out)
             options = [f"--set={setting}" for setting in settings]
-            run_command("train", "captions.jsonl", *models, *options)
+            run_command("train", "captions.edje", "--out", out, *options)
             log = Path(f"{out}.run/log.jsonl").read_text().splitlines()
             steps = [step for step in map(json.loads, log) if "loss" in step]
             losses.append(np.array([step["loss"] for step in steps]))

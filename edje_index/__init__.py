@@ -15,6 +15,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from edje_index.bundles.bundle import ModelBundle as ModelBundle
+    from edje_index.bundles.feature_bundle import (
+        write_feature_bundle as write_feature_bundle,
+    )
     from edje_index.bundles.import_models import PublishedModel as PublishedModel
     from edje_index.bundles.import_models import import_checkpoint as import_checkpoint
     from edje_index.bundles.import_models import (
@@ -64,6 +67,7 @@ if TYPE_CHECKING:
 # them. Spaces separate the names from one module.
 _NAMES = {
     "edje_index.bundles.bundle": "ModelBundle",
+    "edje_index.bundles.feature_bundle": "write_feature_bundle",
     "edje_index.bundles.info": "BundleInfo read_bundle_info",
     "edje_index.bundles.import_models": (
         "PublishedModel import_checkpoint load_published_checkpoint"

@@ -1,11 +1,16 @@
-"""Makes the model that the package ships, in four steps. The file MODEL_CARD.md of the
+"""Makes the model that the package ships, in steps. The file MODEL_CARD.md of the
 model contains the complete commands.
 
     python -m models.make towers TOWERS
     python -m models.make embedding CAPTIONS --dev DEV_CAPTIONS --towers TOWERS \\
         --out EMBEDDING
-    edje-index train CAPTIONS --dev DEV_CAPTIONS \\
-        --set inputs.vision=local-dir:EMBEDDING --language TOWERS/minilm_l6_h384 ...
+    edje-index model get local-dir:EMBEDDING --out EMBEDDING_BUNDLE
+    edje-index model features EMBEDDING_BUNDLE FEATURES
+    python -m models.make crops CAPTIONS --out CROPS
+    edje-index build CROPS/list.jsonl --model FEATURES --out TRAIN.edje
+    edje-index build DEV_CAPTIONS --model FEATURES --out DEV.edje
+    edje-index train TRAIN.edje --dev DEV.edje \\
+        --set inputs.language=TOWERS/minilm_l6_h384 ...
     python -m models.make pack BUNDLE PACKED --towers TOWERS
 
 Packing rounds the weights. Therefore, do not evaluate BUNDLE. Evaluate the bundle that
@@ -46,6 +51,7 @@ from edje_index.bundles.shipped_model import (
 )
 from edje_index.captions.reading import check_apart, read_captions
 from edje_index.models.filesystem import new_folder, write_json
+from models.crops import write_crops
 from models.embedding import TOWER_WEIGHTS, pair_features, start_model, train_heads
 from storage_formats.arrays import Array
 
@@ -121,6 +127,21 @@ def train_embedding(
     features = (pair_features(model, items) for items in (train_items, dev_items))
     train_heads(model.clip, *features)
     model.save(out)
+
+
+@steps.command("crops")
+@click.argument("captions", type=_PATH)
+@click.option("--images", type=_PATH, help="Base directory of relative image paths.")
+@click.option("--count", default=4, help="Crops per photo.")
+@click.option("--size", default=224, help="Width and height of a crop, in pixels.")
+@click.option("--out", type=_PATH, required=True, help="New directory.")
+def make_crops(
+    captions: Path, images: Path | None, count: int, size: int, out: Path
+) -> None:
+    """Write random crops of the photos of CAPTIONS. OUT/list.jsonl lists the photos and
+    the crops with their captions, as a source of 'edje-index build'.
+    """
+    write_crops(read_captions(captions, images), out, count, size)
 
 
 @steps.command("pack")

@@ -136,23 +136,16 @@ def train(installed: Installation) -> None:
     """Train for two steps."""
     photos = sorted(PHOTOS.rglob("*.jpg"))
     records = [
-        json.dumps({"image": str(path), "captions": [f"photo {path.stem}"]})
+        json.dumps({"path": str(path), "captions": [f"photo {path.stem}"]})
         for path in photos
     ]
     (installed.folder / "captions.jsonl").write_text("\n".join(records))
-    sizes = ["--steps", "2", "--set", "loop.batch_size=2", "--set", "negatives.count=1"]
-    model = RELEASE / "model"
-    installed.edje(
-        "train",
-        "captions.jsonl",
-        "--model",
-        model,
-        "--init",
-        model,
-        *sizes,
-        "--out",
-        "trained",
-    )
+    installed.edje("model", "features", RELEASE / "model", "features")
+    build = ["build", "captions.jsonl", "--out", "data.edje", "--model", "features"]
+    installed.edje(*build, "--engine", "inline")
+    settings = ("loop.steps=2", "loop.batch_size=2", "negatives.count=1")
+    options = [f"--set={setting}" for setting in settings]
+    installed.edje("train", "data.edje", *options, "--out", "trained")
     expect(
         "trained" in installed.edje("model", "show", "trained"),
         "there is no trained model",

@@ -22,6 +22,7 @@ from PIL import Image
 
 import edje_index
 from edje_index import Client, CrossEncoder, LateInteractionSearch, TokenIndex
+from edje_index.bundles.feature_bundle import write_feature_bundle
 from edje_index.evaluation.quantization import measure_precisions
 from edje_index.integrations.documents import find_images, rerank_metadata
 from pipelines import build_index
@@ -74,6 +75,19 @@ def files(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Path:
         folder / "photos",
         folder / "photos.edje",
         folder / "model",
+        engine="inline",
+        threads=1,
+    )
+    write_feature_bundle(folder / "model", folder / "features")
+    lines = [
+        json.dumps({"path": f"photos/{row}.jpg", "caption": f"photo number {row}"})
+        for row in range(6)
+    ]
+    (folder / "list.jsonl").write_text("\n".join(lines))
+    build_index(
+        folder / "list.jsonl",
+        folder / "features.edje",
+        folder / "features",
         engine="inline",
         threads=1,
     )

@@ -216,8 +216,8 @@ class Study:
             if variant == Variant():
                 return self.model
             raise MissingDataError(f"it is another model than {self.model}")
-        files, images, split = self.captions(phase)
-        command: list[object] = ["train", *files, "--images", images]
+        # If data are missing, this raises an error before anything is computed.
+        self.captions(phase)
         if phase == "pretrain":
             language = self.data / "languages" / variant.language
             if not language.is_dir():
@@ -225,38 +225,47 @@ class Study:
                     f"download {LANGUAGES[variant.language]} from the Hugging Face hub"
                 )
                 raise MissingDataError(f"{language} is missing; {remedy}")
-            command += ["--preset", "paper", "--language", language]
+            preset = "paper"
+            settings = [f"inputs.language={language}"]
         else:
-            command += ["--preset", "paper-finetune", "--init", self.trained(variant)]
-        command += ["--model", self.tower(variant.tower), "--out", f"{OUT}/model"]
+            preset = "paper-finetune"
+            settings = [f"inputs.init={self.trained(variant)}"]
+        # An adapter that selects or merges patches is trained on the reduced patches,
+        # and any other adapter on all patches.
+        keeps_patches = variant.adapter in ("compressed", LOCAL.adapter)
+        features = self.command(
+            "features",
+            *("model", "features", self.tower(variant.tower), f"{OUT}/model"),
+            *(() if keeps_patches else ("--adapter", variant.adapter)),
+            *(() if keeps_patches else ("--tokens", variant.tokens)),
+        )[0]
+        data = self.build(features / "model", phase)[0]
+        command: list[object] = ["train", data, "--preset", preset]
+        command += ["--out", f"{OUT}/model"]
         # Unless there is --config, use the settings of the published run: 45 epochs in
         # the first phase and 5 in the second, in batches of 256 pairs (8 workers with
         # 32 pairs each).
-        settings = [
-            f"loop.epochs={45 if phase == 'pretrain' else 5}",
-            "loop.batch_size=256",
-        ]
         if self.config is not None:
             command += ["--config", self.config]
-            settings = []
+        else:
+            epochs = 45 if phase == "pretrain" else 5
+            settings += [f"loop.epochs={epochs}", "loop.batch_size=256"]
         settings += [
             f"architecture.adapter={variant.adapter}",
             f"architecture.tokens={variant.tokens}",
         ]
-        settings += [f"inputs.split={split}"] if split else []
-        settings += (
-            [f"inputs.miner={self.tower(variant.miner)}"] if variant.miner else []
-        )
+        if variant.miner:
+            mined = self.build(self.tower(variant.miner), phase)[0]
+            settings.append(f"inputs.miner={mined}")
         if variant.distilled and variant.adapter != LOCAL.adapter:
             teacher = self.trained(
                 replace(LOCAL, tower=variant.tower, language=variant.language), phase
             )
             settings.append(f"inputs.teacher={teacher}")
-            # The teacher reads the features of all patches. If the trained adapter
-            # selects or merges patches, training does not store these features. The
-            # tokens of the teacher then come from an index that is built with the
-            # teacher.
-            if variant.adapter != "compressed":
+            # The teacher reads the features of all patches. If the student is trained
+            # on others, the tokens of the teacher come from an index that is built
+            # with the teacher.
+            if not keeps_patches:
                 settings.append(
                     f"inputs.teacher_features={self.build(teacher, phase)[0]}"
                 )
@@ -270,8 +279,8 @@ class Study:
     def build(
         self, bundle: Path, part: str, *, full: bool = False
     ) -> tuple[Path, Report]:
-        """Index the images of `part`, which has the values that `captions` describes.
-        If `full` is True, index the images of all splits.
+        """Index the images of `part`, with their captions. `part` has the values that
+        `captions` describes. If `full` is True, index the images of all splits.
 
         Returns:
             The path of the index, and the report of the build.
@@ -280,14 +289,16 @@ class Study:
         split = None if full else split
         images = self.folder / "lists" / f"{part}-{split or 'all'}.jsonl"
         if not images.exists():
-            paths = dict.fromkeys(
-                item.path for file in files for item in read_captions(file, base, split)
-            )
+            captions: dict[str, list[str]] = {}
+            for file in files:
+                for item in read_captions(file, base, split):
+                    captions.setdefault(item.path, []).extend(item.captions)
             images.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes_atomic(
-                images,
-                "".join(json.dumps({"path": path}) + "\n" for path in paths).encode(),
+            lines = (
+                json.dumps({"path": path, "captions": texts}) + "\n"
+                for path, texts in captions.items()
             )
+            write_bytes_atomic(images, "".join(lines).encode())
         out = f"{OUT}/images.edje"
         options = ("--model", bundle, "--out", out)
         folder, report = self.command("build", "build", images, *options)

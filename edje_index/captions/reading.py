@@ -50,7 +50,7 @@ invisible. Emoji and other symbols make a word.
 
 # Karpathy's COCO file calls some validation images "restval". By convention, they are
 # used for training.
-_PARTS_OF_SPLIT = {"train": frozenset({"train", "restval"})}
+PARTS_OF_SPLIT = {"train": frozenset({"train", "restval"})}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def read_caption_file(
     folder = os.path.abspath(file.parent if images is None else images)
     kind = container_kind(file.name)
     entries = _table_entries(file) if kind not in ARCHIVES else _samples(file, kind)
-    parts = None if split is None else _PARTS_OF_SPLIT.get(split, frozenset({split}))
+    parts = None if split is None else PARTS_OF_SPLIT.get(split, frozenset({split}))
     merged: dict[tuple[str, str | None], CaptionedImage] = {}
     blank = 0
     for where, name, values in entries:
@@ -168,17 +168,6 @@ def read_caption_file(
         )
         raise UsageError(f"{file} has no captions of the split '{split}'; {advice}")
     return items, blank
-
-
-def check_image_directory(images: str | Path | None) -> None:
-    """Raise UsageError if the base directory `images` does not exist. Only callers that
-    read the image files need it, so `read_captions` does not check it.
-    """
-    if images is not None and not Path(images).is_dir():
-        raise UsageError(
-            f"there is no directory {images}; give the base directory of the image"
-            " paths"
-        )
 
 
 def check_apart(train: Iterable[CaptionedImage], dev: Sequence[CaptionedImage]) -> None:
@@ -227,7 +216,7 @@ def usable_captions(values: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
                 "one of the captions is not valid Unicode, because it contains a lone"
                 " surrogate or bytes that are not UTF-8; remove this caption"
             ) from error
-    kept = tuple(text.strip() for text in given if not _is_blank(text))
+    kept = tuple(text.strip() for text in given if not is_blank(text))
     return kept, max(1, len(texts)) - len(kept)
 
 
@@ -299,7 +288,7 @@ def _samples(path: Path, kind: str) -> Iterator[_Located]:
         ) from damage
 
 
-def _is_blank(text: str) -> bool:
+def is_blank(text: str) -> bool:
     """Return True if `text` has no word. This means that text cleaning and the
     tokenizers keep none of its characters.
     """

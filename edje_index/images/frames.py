@@ -54,9 +54,6 @@ def decode_input(
 ) -> tuple[tuple[int, int], list[Pixels], str | None]:
     """Decode the bytes of the input `uri`, and apply `convert` to each RGB frame.
 
-    A build and online training share this function, so that they treat bad images
-    alike.
-
     Returns:
         (size, frames, truncation). `size` is the (width, height) of the upright image,
         or of the first frame of a clip. `frames` has the converted frames. `truncation`

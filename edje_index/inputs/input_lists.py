@@ -3,9 +3,6 @@
 The files in `build/inputs/` list the inputs of a build. Each file lists the inputs of
 many consecutive shards, so that the number of files stays small. Each file has row
 groups of 1,024 inputs, so that a worker reads only the inputs of its shard.
-
-An `InputTable` is a memory-mapped file from which training reads the inputs of any
-rows.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +21,7 @@ import pyarrow.parquet as pq
 from edje_index.images.transient import is_transient
 from edje_index.inputs.containers import Container
 from edje_index.inputs.refs import InputRef
-from storage_formats.arrays import Ints
-from storage_formats.atomic import fsync_path, naming, replacing
+from storage_formats.atomic import naming
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.parquet import ParquetRowGroups
@@ -142,48 +137,6 @@ def read_shard_inputs(
         raise CorruptIndexError(
             f"cannot read the list of inputs {path}: {error}; start the build again"
         ) from error
-
-
-def write_input_table(path: Path, refs: Iterable[InputRef]) -> int:
-    """Write `refs` in row order, without their metadata, to a file for `InputTable`.
-    Return the number of inputs.
-
-    If writing fails, `path` does not change.
-    """
-    located = (dataclasses.replace(ref, metadata=None) for ref in refs)
-    rows = 0
-    with replacing(path) as file, pa.ipc.new_file(file, INPUT_SCHEMA) as writer:
-        for table in _tables(located, 0, 1 << 14):
-            writer.write_table(table)
-            rows += len(table)
-    fsync_path(path.parent)
-    return rows
-
-
-class InputTable:
-    """The inputs that `write_input_table` wrote to `path`. Thread-safe.
-
-    Raises:
-        CorruptIndexError: the file cannot be read.
-    """
-
-    def __init__(self, path: Path) -> None:
-        try:
-            self._table = pa.ipc.open_file(pa.memory_map(os.fsencode(path))).read_all()
-            if self._table.schema != INPUT_SCHEMA:
-                raise ValueError("it has other columns")
-        except (OSError, ValueError, pa.ArrowException) as error:
-            raise CorruptIndexError(
-                f"cannot read the table of inputs {path}: {error}; remove it to make it"
-                " again"
-            ) from error
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def refs(self, rows: Ints) -> list[InputRef]:
-        """Return the inputs of `rows`, in this order."""
-        return [_refs(self._table.slice(row, 1))[0] for row in rows.tolist()]
 
 
 def _rows_per_file(shard_size: int) -> int:

@@ -66,15 +66,6 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if dtype == "bfloat16" else torch.float32
 
 
-def peak_gpu_bytes(device: torch.device) -> int:
-    """Return the peak memory of the tensors of this process on a GPU, in bytes. On a
-    CPU, return 0.
-    """
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    return 0
-
-
 def autocast(
     dtype: torch.dtype, device: torch.device
 ) -> contextlib.AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Makes the batches of the alignment phase and the joint phase from prepared captions.
+"""Makes the batches of the alignment phase and the joint phase from the data set.
 Batches are made on the CPU.
 
 A batch is divided among all workers, and each worker makes only its own part. This part
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,20 +24,13 @@ from edje_index.models.joint_inputs import (
     JointInputs,
     JointTokenizer,
 )
-from edje_index.training.captions import TrainingData
 from edje_index.training.config import TrainConfig
-from edje_index.training.features import (
-    Features,
-    Loaded,
-    StoredFeatures,
-    nothing_readable,
-)
-from edje_index.training.random_streams import MASKING, ORDER, VIEW_CHOICE, stream
+from edje_index.training.dataset import StoredFeatures, TrainingData
+from edje_index.training.random_streams import MASKING, ORDER, stream
 from storage_formats.arrays import Bools, Ints
 from storage_formats.errors import UsageError
 
 TokenIds = list[int]
-_ALIGNMENT, _JOINT = range(2)
 # Number of buckets of input rows, see `InputRows`. With more buckets, rows have less
 # padding, but matrix products are smaller and less efficient.
 _BUCKETS = 4
@@ -48,7 +41,6 @@ _BUCKETS_ON_GPU = 1
 # Smallest number of input rows per bucket. If there are too few rows for this number,
 # fewer buckets are made.
 _BUCKET_ROWS = 24
-Batch = TypeVar("Batch", "JointBatch", "AlignmentBatch")
 
 
 @dataclass(frozen=True)
@@ -73,11 +65,9 @@ class Sampler:
         `batch` is the batch number, counted from 0 over all epochs. An epoch contains
         each caption at most once.
         """
-        captions, _ = self._members(batch, len(self.data.caption_keys))
-        return (
-            np.searchsorted(self.data.caption_starts, captions, side="right") - 1,
-            captions,
-        )
+        captions, _ = self._members(batch, len(self.data.records))
+        starts = self.data.items.caption_starts
+        return np.searchsorted(starts, captions, side="right") - 1, captions
 
     def sets(self, batch: int, count: int) -> tuple[Ints, Ints]:
         """Draw distinct images, and `count` captions of each image, for the batch
@@ -88,7 +78,7 @@ class Sampler:
             batch_size].
         """
         images, epoch = self._members(batch, self.data.images)
-        starts = self.data.caption_starts
+        starts = self.data.items.caption_starts
         counts = starts[images + 1] - starts[images]
         # The captions of an image are taken in a cycle. The first caption changes with
         # each epoch, so that later epochs use other captions of the image.
@@ -325,10 +315,7 @@ class JointBatch:
     """One worker's part of a joint-phase batch.
 
     Attributes:
-        patches: patch features of the images of the positive pairs [b, n, d_v]. With
-            online features, `patches` are the decoded images until
-            `BatchSource.with_features` replaces them by their features.
-        unreadable: which of these images could not be read, bool [b].
+        patches: patch features of the images of the positive pairs [b, n, d_v].
         chunks: the pairs, in chunks of at most ``run.chunk_pairs``.
         teacher_tokens: the teacher's stored tokens of the images of the positive pairs;
             None if there is no teacher, or if the teacher's adapter computes the tokens
@@ -336,7 +323,6 @@ class JointBatch:
     """
 
     patches: Tensor
-    unreadable: Tensor
     chunks: tuple[PairChunk, ...]
     teacher_tokens: Tensor | None
 
@@ -346,7 +332,7 @@ class AlignmentBatch:
     """One worker's part of an alignment-phase batch: b images with s captions each.
 
     Attributes:
-        patches: patch features [b, n, d_v], or decoded images, see `JointBatch`.
+        patches: patch features [b, n, d_v].
         words: distinct token ids of the words in all captions, int64 [w]. Special
             tokens and stop words are left out.
         shares: relative frequency of each word in each caption, float32 [w, s b]. The
@@ -370,10 +356,6 @@ class BatchSource:
         rank: rank of this worker, counted from 0.
         chunk_pairs: maximum number of pairs in a `PairChunk`.
         on_gpu: whether a GPU computes the steps.
-        views: the features of augmented views, and the row of each view of each image
-            in these features, int64 [n, views]. The row is -1 if a view is missing.
-            None without augmented views. A batch contains, for each of its images,
-            either the image itself or one random view.
         teacher_tokens: number of tokens per image that the teacher reads; 0 without a
             teacher.
         teacher: the stored tokens of the teacher, and the row of each training image in
@@ -382,7 +364,7 @@ class BatchSource:
     """
 
     data: TrainingData
-    features: Features
+    features: StoredFeatures
     tokenizer: JointTokenizer
     image_tokens: int
     config: TrainConfig
@@ -390,19 +372,12 @@ class BatchSource:
     world_size: int = 1
     chunk_pairs: int = 64
     on_gpu: bool = False
-    views: tuple[Features, Ints] | None = None
     teacher_tokens: int = 0
     teacher: tuple[StoredFeatures, Ints] | None = None
 
     def joint(self, number: int) -> JointBatch:
         """Return this worker's part of a joint-phase batch. Batches are numbered from 0
         over all epochs.
-
-        A pair whose image cannot be read is replaced by another pair of the same part.
-        The image may still be a negative of the batch, which the loss leaves out.
-
-        Raises:
-            EdjeError: no image of the part can be read.
         """
         loop = self.config.loop
         objective = self.config.objective
@@ -410,18 +385,8 @@ class BatchSource:
         images, captions = Sampler(self.data, loop.batch_size, loop.seed).pairs(number)
         count = self.config.negatives.count
         pairs = loop.batch_size // self.world_size
-        part = np.arange(pairs) + self.rank * pairs
-        patches, is_readable = self._load(images[part], _JOINT, number)
-        readable = np.flatnonzero(is_readable)
-        if not len(readable):
-            raise nothing_readable()
-        # Each pair whose image cannot be read is replaced by the next pair with a
-        # readable image. After the last pair, the search goes on at the first pair.
-        chosen = readable[np.searchsorted(readable, np.arange(pairs)) % len(readable)]
-        own = part[chosen]
-        other_images, other_texts = (
-            n[chosen] for n in self.negatives(images, captions)
-        )
+        own = np.arange(pairs) + self.rank * pairs
+        other_images, other_texts = self.negatives(images, captions)
         # `whole` has the captions for input rows without image tokens. `texts` has the
         # same captions for rows with image tokens, which have room for one token less.
         whole = [self.data.caption(caption) for caption in captions.tolist()]
@@ -436,7 +401,7 @@ class BatchSource:
         teacher_tokens = None
         if self.teacher is not None:
             stored, teacher_rows = self.teacher
-            teacher_tokens, _ = stored.fetch(teacher_rows[images[part]])
+            teacher_tokens = stored.fetch(teacher_rows[images[own]])
 
         buckets = _BUCKETS_ON_GPU if self.on_gpu else _BUCKETS
 
@@ -467,7 +432,7 @@ class BatchSource:
             if objective.recovery_weight:
                 plain = [whole[pair] for pair in pairs]
                 embeddings = torch.from_numpy(
-                    self.data.text_embeddings[captions[pairs]]
+                    self.data.records["embedding"][captions[pairs]]
                 )
             masked_of_chunk = (
                 [masked_texts[member] for member in members] if masked_texts else []
@@ -496,8 +461,7 @@ class BatchSource:
         order = np.argsort([len(text) for text in own_texts], kind="stable")
         chunks = np.array_split(order, math.ceil(len(order) / self.chunk_pairs))
         return JointBatch(
-            patches,
-            torch.from_numpy(~is_readable),
+            self.features.fetch(self.data.items.rows[images[own]]),
             tuple(map(chunk, chunks)),
             teacher_tokens,
         )
@@ -506,8 +470,8 @@ class BatchSource:
         """Mine hard negatives for the b pairs in this worker's part of a batch. All
         pairs of the batch are candidates.
 
-        Pairs with the same image, or with captions of the same words, are not negatives
-        of each other.
+        Pairs with images of the same photo, or with captions of the same words, are not
+        negatives of each other.
 
         Returns:
             Negative images of each caption, and negative texts of each image, int64 [b,
@@ -516,19 +480,16 @@ class BatchSource:
         pairs = len(images) // self.world_size
         count = self.config.negatives.count
         own = slice(self.rank * pairs, (self.rank + 1) * pairs)
-        texts = self.data.text_mining[captions]
-        pictures = self.data.image_mining[images]
-        image_keys = self.data.rows[images]
-        caption_keys = self.data.caption_keys[captions]
-        masked = (image_keys[own, None] == image_keys) | (
-            caption_keys[own, None] == caption_keys
-        )
+        pictures, texts = self.data.mining_embeddings(images, captions)
+        photos = self.data.items.photos[images]
+        keys = self.data.records["key"][captions]
+        masked = (photos[own, None] == photos) | (keys[own, None] == keys)
         of_captions = hard_negatives(texts[own] @ pictures.T, masked, count)
         return of_captions, hard_negatives(pictures[own] @ texts.T, masked, count)
 
     def alignment(self, counted: Bools) -> Callable[[int], AlignmentBatch]:
         """Return a function that maps a batch number to this worker's part of the
-        alignment-phase batch. Images that cannot be read are left out.
+        alignment-phase batch.
 
         Args:
             counted: True for the token ids of words that the alignment uses, bool [v].
@@ -541,10 +502,6 @@ class BatchSource:
         def batch(number: int) -> AlignmentBatch:
             images, captions = sampler.sets(number, settings.captions)
             local = np.arange(self.rank, len(images), self.world_size)
-            patches, is_readable = self._load(images[local], _ALIGNMENT, number)
-            local = local[is_readable]
-            if not len(local):
-                raise nothing_readable()
             token_ids = [
                 np.array(self.data.caption(caption), dtype=np.int64)
                 for caption in captions[:, local].ravel().tolist()
@@ -555,36 +512,9 @@ class BatchSource:
             lengths = np.array([len(part) for part in words])
             np.add.at(shares, (position, np.repeat(np.arange(len(words)), lengths)), 1)
             return AlignmentBatch(
-                patches=patches[torch.from_numpy(is_readable)],
+                patches=self.features.fetch(self.data.items.rows[images[local]]),
                 words=torch.from_numpy(distinct),
                 shares=torch.from_numpy(shares / lengths.clip(min=1)),
             )
 
         return batch
-
-    def with_features(self, batch: Batch) -> Batch:
-        """Return `batch` with patch features in ``patches``, on the device of `batch`.
-
-        With online features, this method runs the vision tower on the decoded images.
-        """
-        return replace(batch, patches=self.features.finish(batch.patches))
-
-    def _load(self, images: Ints, phase: int, number: int) -> Loaded:
-        """Load each of the `images`, or a random view of the image, with the method
-        `load` of the features.
-        """
-        rows = self.data.rows[images]
-        if self.views is None:
-            return self.features.load(rows)
-        source, view_rows = self.views
-        rng = stream(self.config.loop.seed, VIEW_CHOICE, phase, number, self.rank)
-        view = rng.integers(-1, view_rows.shape[1], size=len(images))
-        shown = np.where(view < 0, -1, view_rows[images, view])
-        is_view = shown >= 0
-        photos, are_readable = self.features.load(rows[~is_view])
-        views, views_are_readable = source.load(shown[is_view])
-        # `order` is the position of each of the `images` in the concatenation of
-        # `photos` and `views`.
-        order = np.argsort(np.argsort(is_view, kind="stable"), kind="stable")
-        values = torch.cat([photos, views])[torch.from_numpy(order)]
-        return values, np.concatenate([are_readable, views_are_readable])[order]

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -32,8 +33,12 @@ from storage_formats.errors import UsageError
 AdapterKind: TypeAlias = Literal[
     "compressed", "local", "strided", "clustered", "pruned"
 ]
-ONLINE = "online"
 SettingPath = Annotated[Path, Field(strict=False)]
+IndexPath = Annotated[
+    str,
+    BeforeValidator(lambda given: str(given) if isinstance(given, Path) else given),
+    "Path or URL of an index",
+]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 AtLeastTwo = Annotated[int, Field(ge=2)]
 Values = dict[str, dict[str, Any]]
@@ -81,19 +86,6 @@ class ArchitectureConfig(Settings):
     dropout: Fraction | None = None
     """Dropout of hidden states and attention weights. None keeps the values of the
     language model.
-    """
-
-
-class AugmentationConfig(Settings):
-    """Settings of random augmentation, which is drawn anew at every step."""
-
-    views: NonNegativeInt = 0
-    """Number of random crops per image. Each crop is mirrored with probability 1/2, and
-    needs one pass of the vision tower.
-    """
-    step_tokens: PositiveInt | None = None
-    """Number of random tokens per image that the joint encoder reads in a training
-    step. None reads all tokens.
     """
 
 
@@ -184,6 +176,10 @@ class LoopConfig(Settings):
     """Pairs per optimiser step, summed over all workers."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     """Seed of all random numbers."""
+    step_tokens: PositiveInt | None = None
+    """Augmentation: number of random tokens per image that the joint encoder reads in a
+    training step. None reads all tokens.
+    """
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of matrix products. auto is bfloat16 on CUDA and float32 on a CPU."""
 
@@ -202,50 +198,40 @@ class FittingConfig(Settings):
 
 
 class TrainingInputs(Settings):
-    """Files that a training run reads."""
+    """The data set and the models that a training run reads."""
 
-    captions: Annotated[tuple[SettingPath, ...], Field(min_length=1, strict=False)]
-    """Caption files: JSONL, COCO or Karpathy JSON, Parquet, WebDataset tar."""
-    images: SettingPath | None = None
-    """Base directory of relative image paths. None uses the directory of each
-    caption file.
+    index: IndexPath
+    """Index of the images to train on, with their captions. It stores patch features: a
+    bundle of `edje-index model features` built it.
     """
     split: str | None = None
-    """Split of the captions to train on. None takes all splits."""
-    dev: SettingPath | None = None
-    """Captions of other images. The weights of the final score are fitted to these
-    captions.
+    """Split of the index to train on. None takes all splits."""
+    dev: IndexPath | None = None
+    """Index of other images, built with the same bundle. The weights of the final score
+    are fitted to their captions. It may be the same index with another split.
     """
     dev_split: str | None = None
-    """Split of the dev captions to use. None takes all splits."""
+    """Split of the dev index to use. None takes all splits."""
     model: SettingPath | None = None
-    """Bundle with the frozen towers. Set either inputs.model or inputs.vision."""
-    vision: str | None = None
-    """Name of the frozen towers in open_clip."""
+    """Bundle that built the index, with the frozen towers. None uses the path that is
+    recorded in the index.
+    """
     language: SettingPath | None = None
     """Initial language model: directory of a Hugging Face BERT model, or a bundle."""
     init: SettingPath | None = None
     """Bundle with the initial joint encoder. The adapter of this bundle is used too if
     its kind and sizes equal those of the settings.
     """
-    features: Literal["online"] | SettingPath | None = None
-    """Index that stores the features of the vision tower. None computes and stores the
-    features before the training. online computes the features in every step, and stores
-    no features.
-    """
-    feature_precision: Literal["bf16", "fp8", "nvfp4"] = "bf16"
-    """Precision in which the run stores the features. fp8 takes half the disk space of
-    bf16, and nvfp4 about 28 %. With an index in inputs.features, leave this setting
-    out: the features are read in the highest-fidelity precision that the index stores.
-    """
     teacher: SettingPath | None = None
     """Bundle of the teacher model, for distillation."""
-    teacher_features: SettingPath | None = None
-    """Index with tokens that the teacher made. With None, the teacher's adapter makes
-    the tokens from the features of the student.
+    teacher_features: IndexPath | None = None
+    """Index of the same images that the teacher built. With None, the teacher's adapter
+    makes the tokens from the features of the student.
     """
-    miner: SettingPath | None = None
-    """Bundle of the mining model for hard negatives. None uses the frozen towers."""
+    miner: IndexPath | None = None
+    """Index of the same images. The model that built it mines hard negatives. None uses
+    the frozen towers.
+    """
 
 
 class RunSettings(Settings):
@@ -256,11 +242,11 @@ class RunSettings(Settings):
     out: SettingPath
     """Directory of the bundle to write."""
     dir: SettingPath | None = None
-    """Run folder for checkpoints, features and the log. None uses OUT.run."""
+    """Run folder for checkpoints and the log. None uses OUT.run."""
     workers: PositiveInt = 1
-    """Number of worker processes. Two or more workers run on Ray, unless torchrun
-    started them. Each worker draws its own random numbers, so the number is part of the
-    fingerprint of the run, and a run resumes only with the same number.
+    """Number of worker processes. Two or more workers run on Ray. Each worker draws its
+    own random numbers, so the number is part of the fingerprint of the run, and a run
+    resumes only with the same number.
     """
     address: str | None = None
     """Address of a Ray cluster, HOST:PORT. Every node must see the run folder. None
@@ -311,7 +297,6 @@ class TrainConfig(Settings):
     """
 
     architecture: ArchitectureConfig = ArchitectureConfig()
-    augmentation: AugmentationConfig = AugmentationConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     negatives: NegativesConfig = NegativesConfig()
     alignment: AlignmentConfig = AlignmentConfig()
@@ -355,8 +340,6 @@ class TrainSettings(TrainConfig):
         loop = self.loop
         run = self.run
         return super()._problems() | {
-            "set exactly one of inputs.model and inputs.vision, which give the frozen"
-            " towers": ((inputs.model is None) == (inputs.vision is None)),
             "the number of steps is missing; set loop.steps or loop.epochs": (
                 loop.steps is None and loop.epochs is None
             ),
@@ -372,11 +355,6 @@ class TrainSettings(TrainConfig):
             ),
             "run.keep_best needs inputs.dev: checkpoints are compared by recall on dev"
             " captions": (run.keep_best > 0 and inputs.dev is None),
-            f"inputs.feature_precision is {inputs.feature_precision}, but"
-            " inputs.features is set, so the run stores no features; leave"
-            " inputs.feature_precision out": (
-                inputs.feature_precision != "bf16" and inputs.features is not None
-            ),
         }
 
 
@@ -478,7 +456,6 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "word_embeddings": "frozen",
             "dropout": 0.1,
         },
-        "augmentation": {"views": 4, "step_tokens": 48},
         "objective": {"mlm_weight": 0.0, "recovery_weight": 0.0},
         "negatives": {"count": 1},
         "alignment": {"steps": 800, "batch_size": 128},
@@ -489,7 +466,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "warmup_steps": 40,
             "clip_norm": 1.0,
         },
-        "loop": {"steps": 400, "batch_size": 32},
+        "loop": {"steps": 400, "batch_size": 32, "step_tokens": 48},
         "fitting": {"pooled_dim": 300, "dev_captions": 1000},
     },
 }

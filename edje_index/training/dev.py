@@ -17,9 +17,8 @@ from edje_index.scoring.weights import (
     EMBEDDING,
     JOINT_PARTS,
 )
-from edje_index.training.captions import CaptionSet, TrainingData
 from edje_index.training.config import FittingConfig
-from edje_index.training.features import Features
+from edje_index.training.dataset import CaptionedRows, StoredFeatures, TrainingData
 from edje_index.training.fit_weights import (
     DevPools,
 )
@@ -32,8 +31,7 @@ _ADAPTER_BATCH = 32
 @torch.inference_mode()
 def dev_pools(
     bundle: ModelBundle,
-    dev: tuple[CaptionSet, Path],
-    features: Features,
+    dev: tuple[CaptionedRows, Path],
     config: FittingConfig,
     names: tuple[str, ...] = JOINT_PARTS,
     on_progress: OnProgress = lambda activity, done, total: None,
@@ -41,24 +39,22 @@ def dev_pools(
     """Score the candidates whose embeddings are most similar to each dev query. Return
     the pools of each direction.
 
-    The modules of `bundle` must be in evaluation mode. An image that can no longer be
-    read counts as a blank image.
+    The modules of `bundle` must be in evaluation mode.
 
     Args:
-        dev: the dev captions, and the folder of their `TrainingData`.
-        features: features of the dev images.
+        dev: the dev images, and the file of their `TrainingData`.
         names: parts of the final score to compute. Parts that `bundle` lacks are left
             out. The embedding similarity is always part of the result.
         on_progress: called with the name of the activity, the number of scored pairs,
             and the number of all pairs. An exception raised by `on_progress` stops this
             function.
     """
-    captions, data = dev
-    queries = split_set(captions.captions, captions.rows)
+    items, path = dev
+    queries = split_set(items.captions(0, len(items.rows)), items.rows)
     queries = queries.subsampled(config.dev_captions, seed=0)
     embeddings = (
-        read_embeddings(features.index, queries.rows),
-        np.asarray(TrainingData.open(data).text_embeddings),
+        read_embeddings(items.index, queries.rows),
+        TrainingData.open(path, items).records["embedding"],
     )
     nearest = {
         direction: queries.pools(direction, *embeddings, config.dev_pool)
@@ -67,10 +63,11 @@ def dev_pools(
     pairs = [queries.pairs(direction, pools) for direction, pools in nearest.items()]
     # Most images are in several pools. The features of each image are read once.
     image_rows = np.unique(np.concatenate([rows.ravel() for _, rows in pairs]))
+    features = StoredFeatures(items.index)
     adapter = trained_part(bundle.adapter)
     blocks = []
     for first in range(0, len(image_rows), _ADAPTER_BATCH):
-        values, _ = features.fetch(image_rows[first : first + _ADAPTER_BATCH])
+        values = features.fetch(image_rows[first : first + _ADAPTER_BATCH])
         # The tokens are rounded to bfloat16, as in an index.
         blocks.append(adapter(values.to(bundle.joint.device).float()).bfloat16().cpu())
     tokens = torch.cat(blocks)

@@ -104,8 +104,9 @@ def finish_model(
     logit_range = None
     choices = dict[str, WeightChoice]()
     if task.dev is not None:
+        dev = (task.dev, task.dev_data)
         pools, *before = [
-            dev_pools(each, task.dev, source.features, fitting, on_progress=on_progress)
+            dev_pools(each, dev, fitting, on_progress=on_progress)
             for each in (bundle, initial)
             if each is not None
         ]
@@ -132,18 +133,14 @@ def _offset(
     """Estimate the offset block from the tokens of evenly spaced training images.
     Return None if an offset would not pay, see `estimate_offset`.
     """
-    rows = source.data.rows
+    rows = source.data.items.rows
     rows = rows[:: max(1, len(rows) // _OFFSET_IMAGES)]
 
     def blocks() -> Iterator[Blocks]:
         for start in range(0, len(rows), _OFFSET_BATCH):
-            patches, readable = source.features.fetch(
-                rows[start : start + _OFFSET_BATCH]
-            )
-            if readable.any():
-                used = patches[torch.from_numpy(readable)].to(device).float()
-                with torch.inference_mode():
-                    tokens = adapter(used).bfloat16().cpu()
-                yield tokens.view(torch.int16).numpy().view(BF16)
+            patches = source.features.fetch(rows[start : start + _OFFSET_BATCH])
+            with torch.inference_mode():
+                tokens = adapter(patches.to(device).float()).bfloat16().cpu()
+            yield tokens.view(torch.int16).numpy().view(BF16)
 
     return estimate_offset(blocks())

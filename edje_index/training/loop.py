@@ -9,7 +9,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,11 @@ from torch import nn
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
-from edje_index.images.preprocessing import Preprocessor
-from edje_index.indexing.image_encoder import ImageEncoder
-from edje_index.inputs.input_lists import InputTable
-from edje_index.models.adapter import CompressionAdapter, build_adapter
-from edje_index.models.devices import peak_gpu_bytes, resolve_device, resolve_dtype
+from edje_index.models.adapter import CompressionAdapter
+from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.scoring.parts import content_token_mask
 from edje_index.scoring.weights import LOGIT, ScoreWeights
 from edje_index.training.batches import BatchSource, to_device
-from edje_index.training.captions import CaptionSet, TrainingData, prepare_captions
 from edje_index.training.checkpoints import (
     DEV,
     RECALL,
@@ -38,13 +33,13 @@ from edje_index.training.checkpoints import (
     begin_log,
 )
 from edje_index.training.config import LoopConfig, OptimizerConfig, TrainSettings
-from edje_index.training.dev import dev_pools
-from edje_index.training.features import (
-    Features,
-    OnlineFeatures,
+from edje_index.training.dataset import (
+    CaptionedRows,
     StoredFeatures,
-    unreadable_by_reason,
+    TrainingData,
+    prepare_captions,
 )
+from edje_index.training.dev import dev_pools
 from edje_index.training.random_streams import CLUSTERING, DROPOUT, stream
 from edje_index.training.start import init_queries, make_trainable, trained_part
 from edje_index.training.step import AlignmentObjective, JointObjective, Teacher
@@ -52,7 +47,7 @@ from edje_index.training.workers import WorkerGroup
 from storage_formats.arrays import Ints
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.threads import ordered_map, usable_cpus
+from storage_formats.threads import ordered_map
 
 CAPTIONS = "captions"
 ALIGNMENT = "alignment"
@@ -70,7 +65,6 @@ Record = dict[str, Any]
 _ALIGNMENT_WARMUP = 0.1
 # number of batches that are made in advance
 _AHEAD = 2
-_MAX_DECODE_THREADS = 16
 # Number of sample images. The queries of a new adapter start at cluster centres of the
 # patch features of these images.
 _SAMPLE_IMAGES = 300
@@ -88,19 +82,13 @@ class TrainTask:
     Attributes:
         run: fingerprint of the settings, data and initial weights of the training run.
         start: path of the initial bundle.
-        features: index with the features on which the adapter is trained. With online
-            features, only the embeddings of this index are read.
-        data: folder of the `TrainingData`, see `captions.prepare_captions`.
-        mining: index that stores the image embeddings of the mining model.
-        miner: path of the bundle of the mining model; None if the frozen towers mine
-            hard negatives.
+        items: the training images.
         steps: number of optimiser steps of the joint phase.
         new_adapter: True if the adapter in `start` has random weights.
-        inputs: file of an `edje_index.inputs.input_lists.InputTable` with the image of
-            each row, for online features; None for stored features.
-        views: index with the stored features of augmented views, and the row of each
-            view of each training image in this index, int64 [n, views]. The row is -1
-            if a view is missing. None without stored views.
+        miner: path of the bundle of the mining model; None if the frozen towers mine
+            hard negatives.
+        mining: index that `miner` built, and the row of each training image in this
+            index, int64 [n]. None if the frozen towers mine hard negatives.
         teacher: path of the bundle of the teacher; None without distillation.
         teacher_tokens: index with the teacher's tokens, and the row of each training
             image in this index, int64 [n]. None if the teacher's adapter computes the
@@ -108,77 +96,53 @@ class TrainTask:
         continued: run folder, fingerprint and last step of the training run that this
             run continues, with the same optimiser state and number of epochs; None for
             a new optimiser.
-        dev: dev captions, and the folder of their `TrainingData`; None without dev
-            captions.
+        dev: the dev images; None without a dev set.
     """
 
     config: TrainSettings
     run: str
     start: Path
-    features: CommittedIndex
-    data: Path
-    mining: CommittedIndex
+    items: CaptionedRows
     steps: int
     new_adapter: bool = True
     miner: Path | None = None
-    inputs: Path | None = None
-    views: tuple[CommittedIndex, Ints] | None = None
+    mining: tuple[CommittedIndex, Ints] | None = None
     teacher: Path | None = None
     teacher_tokens: tuple[CommittedIndex, Ints] | None = None
     continued: tuple[Path, str, int] | None = None
-    dev: tuple[CaptionSet, Path] | None = None
+    dev: CaptionedRows | None = None
+
+    @property
+    def data(self) -> Path:
+        """The file of the `TrainingData` of the training images."""
+        return self.config.run.folder / "train.npy"
+
+    @property
+    def dev_data(self) -> Path:
+        """The file of the `TrainingData` of the dev images."""
+        return self.config.run.folder / "dev.npy"
 
 
 def open_start(
     task: TrainTask, group: WorkerGroup, device: torch.device
 ) -> tuple[ModelBundle, BatchSource]:
     """Return the bundle with the initial weights, and the source of the batches of this
-    worker.
-
-    Online features are computed on `device`.
+    worker, which trains on `device`.
     """
     config = task.config
     start = ModelBundle.load(task.start, verify=False)
-    adapter = start.adapter.config
-    data = TrainingData.open(task.data)
-    features: Features
-    views: tuple[Features, Ints] | None = None
-    if task.inputs is None:
-        features = StoredFeatures(task.features)
-        if task.views is not None:
-            views = StoredFeatures(task.views[0]), task.views[1]
-    else:
-        assert start.info is not None
-        vision = start.vision.to(device)
-        frozen = build_adapter(adapter.features(vision.num_patches)).to(device)
-        dtype = resolve_dtype(config.loop.dtype, device)
-        encoder = ImageEncoder(
-            start.info, vision, frozen, Preprocessor(start.clip_config), dtype
-        )
-        # The workers on a machine share its CPUs.
-        threads = config.run.threads or max(1, usable_cpus() // group.on_machine)
-        pool = ThreadPoolExecutor(min(threads, _MAX_DECODE_THREADS), "edje-decode")
-        shared = InputTable(task.inputs), encoder, config.run.folder, group.rank, pool
-        features = OnlineFeatures(task.features, *shared)
-        if count := config.augmentation.views:
-            cropped = OnlineFeatures(
-                task.features, *shared, views=count, seed=config.loop.seed
-            )
-            views = cropped, data.rows[:, None] * count + np.arange(count)
+    tokens = start.block_shape[0]
     on_gpu = device.type == "cuda"
     source = BatchSource(
-        data=data,
-        features=features,
+        data=TrainingData.open(task.data, task.items, task.mining),
+        features=StoredFeatures(task.items.index),
         tokenizer=start.joint.tokenizer,
-        image_tokens=min(
-            config.augmentation.step_tokens or adapter.num_tokens, adapter.num_tokens
-        ),
+        image_tokens=min(config.loop.step_tokens or tokens, tokens),
         config=config,
         rank=group.rank,
         world_size=group.size,
         chunk_pairs=config.run.chunk_pairs or (128 if on_gpu else 64),
         on_gpu=on_gpu,
-        views=views,
     )
     return start, source
 
@@ -219,12 +183,12 @@ def run_worker(
         if done < shards:
             write({"stage": -1, "phase": CAPTIONS, "step": done, "steps": shards})
 
-    prepared = [(task.data, task.miner, task.mining)]
+    prepared = [(task.data, task.items, task.miner)]
     if task.dev is not None:
-        prepared.append((task.dev[1], None, task.features))
-    for folder, miner, mining in prepared:
+        prepared.append((task.dev_data, task.dev, None))
+    for path, items, miner in prepared:
         if not prepare_captions(
-            folder, task.start, miner, mining, device, group, should_stop, report_shard
+            path, items, task.start, miner, device, group, should_stop, report_shard
         ):
             raise TrainingStopped(
                 "the training run stopped while preparing captions; finished shards are"
@@ -253,14 +217,15 @@ def run_worker(
         assert task.dev is not None
         start.adapter.eval()
         start.joint.eval()
-        pools = dev_pools(start, task.dev, source.features, config.fitting, (LOGIT,))
+        dev = (task.dev, task.dev_data)
+        pools = dev_pools(start, dev, config.fitting, (LOGIT,))
         recalls = {
             direction: float(of_direction.hits(ScoreWeights()).mean())
             for direction, of_direction in pools.items()
         }
         return {**recalls, RECALL: sum(recalls.values()) / len(recalls)}
 
-    common = (task, group, device, source, should_stop, write)
+    common = (task, group, device, should_stop, write)
     with torch.random.fork_rng(
         [torch.cuda.current_device()] if device.type == "cuda" else []
     ):
@@ -270,10 +235,9 @@ def run_worker(
             if task.new_adapter and isinstance(adapter, CompressionAdapter):
                 order = stream(config.loop.seed, CLUSTERING)
                 images = np.sort(order.permutation(source.data.images)[:_SAMPLE_IMAGES])
-                patches, readable = source.features.fetch(source.data.rows[images])
                 init_queries(
                     adapter,
-                    patches[torch.from_numpy(readable)],
+                    source.features.fetch(task.items.rows[images]),
                     torch.Generator().manual_seed(config.loop.seed),
                 )
             warmup = int(settings.steps * _ALIGNMENT_WARMUP)
@@ -299,7 +263,7 @@ def run_worker(
         # would be part of the gradient norm.
         if not config.optimizer.adapter_lr_factor:
             start.adapter.requires_grad_(False)
-        steps_per_epoch = len(source.data.caption_keys) // config.loop.batch_size
+        steps_per_epoch = len(source.data.records) // config.loop.batch_size
         every = config.run.evaluate_every
         if every is None:
             every = steps_per_epoch
@@ -316,7 +280,7 @@ def run_worker(
                 start.adapter,
                 start.joint,
                 config.objective,
-                config.augmentation.step_tokens,
+                config.loop.step_tokens,
                 teacher,
                 group.gather,
             ),
@@ -335,7 +299,6 @@ def _run_phase(
     task: TrainTask,
     group: WorkerGroup,
     device: torch.device,
-    source: BatchSource,
     should_stop: Callable[[], bool],
     write: Callable[[Record], None],
     state: TrainState | None,
@@ -421,7 +384,7 @@ def _run_phase(
             dropout = stream(loop.seed, DROPOUT, stage, step, group.rank)
             torch.manual_seed(int(dropout.integers(2**63)))
             try:
-                losses = module.backward(source.with_features(batch), dtype)
+                losses = module.backward(batch, dtype)
             except torch.OutOfMemoryError as error:
                 raise ModelError(
                     f"step {step + 1} of the {name} phase needs more memory than the"
@@ -478,9 +441,7 @@ def _run_phase(
                         "step_seconds": seconds / (done - since),
                         "seconds": seconds,
                         "data_wait": waited,
-                        "gpu_bytes": peak_gpu_bytes(device),
                         "skipped": skipped,
-                        "unreadable": sum(unreadable_by_reason(run_dir).values()),
                     }
                 )
                 sums = Counter()

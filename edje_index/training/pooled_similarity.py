@@ -19,7 +19,6 @@ from edje_index.models.joint_encoder import JointEncoder
 from edje_index.progress import OnProgress
 from edje_index.scoring.parts import PooledSimilarity, token_statistics, word_bags
 from edje_index.training.batches import BatchSource
-from edje_index.training.features import Features
 from edje_index.training.random_streams import POOLING, stream
 from storage_formats.arrays import Ints
 
@@ -52,7 +51,7 @@ def fit_pooled_similarity(
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> PooledSimilarity:
     """Fit the pooled similarity to at most 10,000 random images of `source`, with all
-    views and captions of each image.
+    captions of each image.
 
     Args:
         adapter: the trained adapter, which maps features [b, n, d_v] to tokens [b, m,
@@ -60,22 +59,17 @@ def fit_pooled_similarity(
         joint: the joint encoder. Its language model reads the captions.
         dim: maximum width of the pooled vectors. The width is smaller than `dim` if the
             fit describes an image or a caption by fewer than `dim` numbers.
-        on_progress: called with the name of the activity, the number of images and
-            views that were read so far, and the number to read.
+        on_progress: called with the name of the activity, the number of images that
+            were read so far, and the number to read.
     """
     data = source.data
     chosen = np.sort(
         stream(source.config.loop.seed, POOLING).permutation(data.images)[:FIT_IMAGES]
     )
-    patches, tokens, image_of_row = _pool_images(
-        adapter, source, chosen, joint.device, on_progress
-    )
-    captions = np.concatenate(
-        [np.arange(*data.caption_starts[[image, image + 1]]) for image in chosen]
-    )
-    image_of_caption = np.repeat(
-        np.arange(len(chosen)), np.diff(data.caption_starts)[chosen]
-    )
+    patches, tokens = _pool_images(adapter, source, chosen, joint.device, on_progress)
+    caption_counts = np.diff(data.items.caption_starts)
+    image_of_caption = np.repeat(np.arange(data.images), caption_counts)
+    captions = np.flatnonzero(np.isin(image_of_caption, chosen))
     # Each caption becomes a vector, a row of `columns`. The vector is the mean hidden
     # state of the caption, followed by the bag of words of the caption, and is centred
     # and scaled. The words of a bag are the most frequent token ids in ascending order,
@@ -90,7 +84,7 @@ def fit_pooled_similarity(
         np.log(len(captions) / counts[kept]).astype(np.float32)
     )
     scorer = joint.scorer()
-    order = np.argsort(np.diff(data.token_starts)[captions], kind="stable")
+    order = np.argsort(data.records["length"][captions], kind="stable")
     sentences = torch.empty(len(captions), joint.width, dtype=torch.float64)
     for start in range(0, len(order), _CAPTION_BATCH):
         batch = order[start : start + _CAPTION_BATCH]
@@ -107,15 +101,14 @@ def fit_pooled_similarity(
     bag_mean = bags.mean(dim=0)
     bags.sub_(bag_mean).mul_(_WORDS_SHARE)
     mean_per_image = torch.zeros(len(chosen), columns.shape[1], dtype=torch.float64)
-    mean_per_image.index_add_(0, torch.from_numpy(image_of_caption), columns)
-    mean_per_image /= torch.from_numpy(
-        np.bincount(image_of_caption, minlength=len(chosen)).clip(min=1)
-    )[:, None]
+    positions = np.searchsorted(chosen, image_of_caption[captions])
+    mean_per_image.index_add_(0, torch.from_numpy(positions), columns)
+    mean_per_image /= torch.from_numpy(caption_counts[chosen])[:, None]
     patches = (patches - patches.mean(dim=0)) / column_scale(patches)
     of_images, of_captions = canonical_maps(
         patches.T @ patches / len(patches),
         columns.T @ columns / len(columns),
-        patches.T @ mean_per_image[torch.from_numpy(image_of_row)] / len(patches),
+        patches.T @ mean_per_image / len(patches),
         dim,
     )
     token_mean = tokens.mean(dim=0)
@@ -149,46 +142,25 @@ def _pool_images(
     chosen: Ints,
     device: torch.device,
     on_progress: OnProgress,
-) -> tuple[Tensor, Tensor, Ints]:
-    """Compute statistics of the images with the numbers `chosen`, and of all views of
-    these images. Images and views that cannot be read are left out.
+) -> tuple[Tensor, Tensor]:
+    """Compute statistics of the r images with the numbers `chosen`.
 
     Returns:
-        Three arrays with one row for each of r images and views: mean and standard
-        deviation of the patch features, float64 [r, 2 d_v]; statistics of the tokens,
-        see `token_statistics`, float64 [r, 3 d]; and the index of the image in
-        `chosen`, int64 [r].
+        Mean and standard deviation of the patch features, float64 [r, 2 d_v], and
+        statistics of the tokens, see `token_statistics`, float64 [r, 3 d].
     """
-    parts: list[tuple[Features, Ints]] = [(source.features, source.data.rows[chosen])]
-    if source.views is not None:
-        parts += [(source.views[0], rows) for rows in source.views[1][chosen].T]
+    rows = source.data.items.rows[chosen]
     patches = []
     tokens = []
-    image = []
-    total = len(chosen) * len(parts)
-    for part, (features, rows) in enumerate(parts):
-        for start in range(0, len(rows), _IMAGE_BATCH):
-            existing = start + np.flatnonzero(rows[start : start + _IMAGE_BATCH] >= 0)
-            if len(existing):
-                blocks, readable = features.fetch(rows[existing])
-                existing = existing[readable]
-                blocks = blocks[torch.from_numpy(readable)].to(device).float()
-            if len(existing):
-                deviation, mean = torch.std_mean(blocks, dim=1, correction=0)
-                patches.append(torch.cat([mean, deviation], dim=1).cpu())
-                # The tokens are rounded to bfloat16, as in an index.
-                tokens.append(token_statistics(adapter(blocks).bfloat16()).cpu())
-                image.append(existing)
-            on_progress(
-                _ACTIVITY,
-                part * len(chosen) + min(start + _IMAGE_BATCH, len(rows)),
-                total,
-            )
-    return (
-        torch.cat(patches).double(),
-        torch.cat(tokens).double(),
-        np.concatenate(image),
-    )
+    for start in range(0, len(rows), _IMAGE_BATCH):
+        blocks = source.features.fetch(rows[start : start + _IMAGE_BATCH])
+        blocks = blocks.to(device).float()
+        deviation, mean = torch.std_mean(blocks, dim=1, correction=0)
+        patches.append(torch.cat([mean, deviation], dim=1).cpu())
+        # The tokens are rounded to bfloat16, as in an index.
+        tokens.append(token_statistics(adapter(blocks).bfloat16()).cpu())
+        on_progress(_ACTIVITY, min(start + _IMAGE_BATCH, len(rows)), len(rows))
+    return torch.cat(patches).double(), torch.cat(tokens).double()
 
 
 def canonical_maps(

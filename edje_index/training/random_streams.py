@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import numpy as np
 
-ORDER, MASKING, DROPOUT, CLUSTERING, VIEWS, VIEW_CHOICE, POOLING = range(7)
+ORDER, MASKING, DROPOUT, CLUSTERING = range(4)
+POOLING = 6
 
 
 def stream(seed: int, purpose: int, *position: int) -> np.random.Generator:

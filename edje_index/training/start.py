@@ -4,21 +4,13 @@ cluster centres of patch features.
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.info import (
-    ADAPTER_WEIGHTS,
-    INFO_FILE,
-    BundleInfo,
-    encoder_fingerprint,
-)
+from edje_index.bundles.info import INFO_FILE
 from edje_index.errors import ModelError
 from edje_index.models.adapter import (
     LOCAL,
@@ -29,11 +21,8 @@ from edje_index.models.adapter import (
     build_adapter,
     cluster_tokens,
 )
-from edje_index.models.clip_model import load_clip, local_folder
 from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.models.joint_inputs import MAX_TEXT_TOKENS, load_joint_tokenizer
-from edje_index.models.text_tower import text_tokenizer
-from edje_index.models.vision_tower import vision_tower
 from edje_index.models.weights import (
     assign_weights,
     check_finite,
@@ -65,9 +54,8 @@ _SHARPNESS = 4.0
 def make_start(
     architecture: ArchitectureConfig,
     seed: int,
+    model: Path,
     *,
-    model: Path | None = None,
-    vision: str | None = None,
     language: Path | None = None,
     init: Path | None = None,
 ) -> ModelBundle:
@@ -75,9 +63,7 @@ def make_start(
     provides are random, and depend on `seed`.
 
     Args:
-        model: bundle that provides the towers; None takes the towers from `vision`.
-        vision: open_clip name, or ``local-dir:FOLDER``, of the model that provides the
-            towers.
+        model: bundle that provides the towers.
         language: folder of a Hugging Face BERT model, or a bundle, that provides the
             joint encoder. None takes the joint encoder of `model`.
         init: bundle that provides the joint encoder instead of `language`. If the
@@ -85,32 +71,19 @@ def make_start(
             also provides the adapter.
 
     Raises:
-        ModelError: no model provides the joint encoder, the language model has fewer
-            layers than `architecture` keeps, or a model cannot be read.
+        ModelError: the language model has fewer layers than `architecture` keeps, or a
+            model cannot be read.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        joint: JointEncoder | None = None
-        if model is not None:
-            towers = ModelBundle.load(model)
-            clip = towers.clip
-            clip_config = towers.clip_config
-            tokenizer = towers.text_tokenizer
-            joint = towers.joint
-        else:
-            clip, clip_config = load_clip(vision or "")
-            tokenizer = text_tokenizer(clip_config, local_folder(vision or ""))
-        tower = vision_tower(clip.visual, clip_config.embed_dim)
+        towers = ModelBundle.load(model)
+        tower = towers.vision
+        joint = towers.joint
         initial = None if init is None else ModelBundle.load(init)
         if initial is not None:
             joint = initial.joint
         elif language is not None:
             joint = _language(language, tower.embed_dim)
-        if joint is None:
-            raise ModelError(
-                "no model provides the joint encoder: set 'language' or 'init' beside"
-                " 'vision'"
-            )
         joint.tokenizer.canonical = architecture.canonical_captions
         if (count := architecture.language_layers) is not None:
             layers = joint.language_model.bert.encoder.layer
@@ -154,9 +127,9 @@ def make_start(
                 embeddings.position_embeddings.weight.copy_(table.weight[rows])
             joint.config.max_position_embeddings = count
     return ModelBundle(
-        clip=clip,
-        clip_config=clip_config,
-        text_tokenizer=tokenizer,
+        clip=towers.clip,
+        clip_config=towers.clip_config,
+        text_tokenizer=towers.text_tokenizer,
         adapter=adapter,
         joint=joint,
         trained=False,
@@ -249,20 +222,6 @@ def trained_part(adapter: Adapter) -> nn.Module:
     reduced features. For any other adapter, it is the whole adapter.
     """
     return adapter.local if isinstance(adapter, ReducedAdapter) else adapter
-
-
-def feature_fingerprint(info: BundleInfo, trained: AdapterConfig) -> str:
-    """Return the encoder fingerprint of an index of features.
-
-    The encoder of such an index consists of the vision tower of the bundle `info` and
-    of an adapter without weights. The latter computes the features on which an adapter
-    with the configuration `trained` is trained.
-    """
-    features = trained.features(int(info.vision["num_patches"]))
-    digest = hashlib.sha256(save(build_adapter(features).state_dict())).hexdigest()
-    return encoder_fingerprint(
-        asdict(features), {**info.files, ADAPTER_WEIGHTS: {"sha256": digest}}
-    )
 
 
 @torch.no_grad()

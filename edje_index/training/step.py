@@ -32,9 +32,6 @@ from edje_index.training.start import trained_part
 Losses = dict[str, Tensor]
 TOTAL = "loss"
 FIRST_TEMPERATURE = 0.07
-# Logit of a pair whose image could not be read. Its probability is 0, and so are its
-# losses and gradients.
-_NEVER = -1e4
 
 
 def itm_loss(
@@ -245,7 +242,6 @@ class JointObjective(nn.Module):
             teacher_tokens = None
             if (teacher := self._teacher[0]) is not None:
                 teacher_tokens = self._gather(teacher.tokens(batch))
-            unreadable = self._gather(batch.unreadable.float()) > 0
         # The joint encoder reads `leaf`, a copy of the tokens in full precision. All
         # chunks add their gradients to those of `leaf`, and the backward pass of the
         # adapter starts from the sum.
@@ -256,7 +252,7 @@ class JointObjective(nn.Module):
         sums: Any = Counter()
         for chunk in batch.chunks:
             with autocast(dtype, device):
-                losses = self.losses(chunk, leaf, unreadable, teacher_tokens)
+                losses = self.losses(chunk, leaf, teacher_tokens)
             # The losses of a chunk are means over its pairs, or over its masked tokens.
             # Weighted by the share of the chunk in the batch, they sum up to the means
             # of the batch.
@@ -279,27 +275,24 @@ class JointObjective(nn.Module):
         self,
         chunk: PairChunk,
         tokens: Tensor,
-        unreadable: Tensor,
         teacher_tokens: Tensor | None = None,
     ) -> Losses:
         """Return each loss of a chunk by name, without its weight, and ``accuracy``.
 
-        `tokens` [images, m, d] are the tokens of the images of all workers,
-        `unreadable` [images] says which of these images could not be read, and
+        `tokens` [images, m, d] are the tokens of the images of all workers, and
         `teacher_tokens` are the teacher's tokens of the same images.
         """
         hidden = hidden_states(self.joint, chunk.rows, tokens)
         cls = hidden.index_select(0, chunk.rows.starts)
         negatives = chunk.negative_images
         scored = chunk.pairs + 2 * negatives.numel()
-        left_out = unreadable[negatives]
 
         def groups(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             """Split logits into positive pairs [b], and pairs with negative images and
             with negative texts, [b, k] each.
             """
             images, texts = logits[chunk.pairs :].view(2, *negatives.shape)
-            return logits[: chunk.pairs], images.masked_fill(left_out, _NEVER), texts
+            return logits[: chunk.pairs], images, texts
 
         parts = groups(self.joint.classification_head(cls[:scored, None])[:, 0].float())
         positive, images, texts = parts

@@ -48,8 +48,8 @@ def get(job: Job, *, is_list: bool = False) -> Iterator[str]:
     another model, or 'demo', the default. It may also be an open_clip model
     MODEL:PRETRAINED, where PRETRAINED is a tag or a file of weights. With an open_clip
     model, searches use embeddings alone. Use such a model to measure the recall of its
-    embeddings with 'eval', or to mine hard negatives with 'train --set
-    inputs.miner=BUNDLE'.
+    embeddings with 'eval', to mine hard negatives for 'train', or with 'model
+    features'.
 
     All models except 'demo' are downloaded from the Hugging Face Hub to the Hub's
     cache. The environment variables HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN
@@ -169,6 +169,25 @@ def init_model(job: Job) -> Iterator[str]:
 
 
 @command(
+    "edje_index.bundles.feature_bundle:write_feature_bundle",
+    kind="--adapter",
+    tokens="--tokens",
+)
+def features(job: Job) -> Iterator[str]:
+    """Write a model bundle that stores the features of the vision tower of the bundle
+    TOWERS to the new directory OUT.
+
+    An index that this bundle builds is the data set of 'train'. It cannot be re-ranked.
+
+    \b
+    Examples:
+      edje-index model features clip features
+      edje-index model features clip reduced --adapter strided --tokens 64
+    """
+    yield from report_bundle(job, job.run())
+
+
+@command(
     "edje_index.bundles.import_models:import_checkpoint",
     name="import",
     vision="--vision",
@@ -219,5 +238,5 @@ def import_checkpoint(
     yield from report_bundle(job, info)
 
 
-for each in (get, show, init_model, import_checkpoint):
+for each in (get, show, init_model, features, import_checkpoint):
     model.add_command(each)

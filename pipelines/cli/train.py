@@ -17,66 +17,37 @@ from edje_index.scoring.weights import ScoreWeights
 from pipelines.cli.options import (
     PATH,
     command,
-    images_option,
     json_option,
+    location,
     option,
     quiet_option,
 )
-from pipelines.cli.output import print_result, running_job
+from pipelines.cli.output import print_result, run_job
 from pipelines.progress.wording import by_reason, counted
 from storage_formats.errors import UsageError
 from storage_formats.format.index_files import open_regular
+from storage_formats.remote.urls import is_url
 
 if TYPE_CHECKING:
     from edje_index.training.config import Values
     from pipelines.jobs.training.run import TrainResult
 
-DEDICATED_OPTIONS = {
-    "captions": "inputs.captions",
-    "images": "inputs.images",
-    "dev": "inputs.dev",
-    "model": "inputs.model",
-    "language": "inputs.language",
-    "init": "inputs.init",
-    "out": "run.out",
-    "steps": "loop.steps",
-    "epochs": "loop.epochs",
-}
-"""Maps the name of each of these options and arguments of `train` to the setting whose
-value it gives.
+OPTIONS = {"index": "INDEX", "dev": "--dev", "out": "--out"}
+"""Maps a parameter of `train` that gives the value of a setting to its name on the
+command line. The setting has the same name, see `read_settings`.
 """
 
 
 @command()
-@click.argument("captions", nargs=-1, type=PATH, metavar="CAPTIONS...")
+@click.argument("index", type=location, required=False)
 @option("--out", PATH)
-@images_option
-@option(
-    "--dev",
-    PATH,
-    metavar="FILE",
-)
-@option("--model", PATH)
-@option("--language", PATH)
-@option("--init", PATH)
+@option("--dev", location, metavar="INDEX")
 @option(
     "--preset", click.Choice(["paper", "paper-finetune", "small-data"]), default="paper"
 )
-@option(
-    "--config",
-    PATH,
-    key="config_file",
-    metavar="FILE",
-)
-@option(
-    "--set",
-    key="assignments",
-    multiple=True,
-    metavar="GROUP.KEY=VALUE",
-)
+@option("--config", PATH, key="config_file", metavar="FILE")
+@option("--set", key="assignments", multiple=True, metavar="GROUP.KEY=VALUE")
 @option("--show-settings", bool)
-@option("--steps", int)
-@option("--epochs", float)
 @quiet_option
 @json_option
 def train(
@@ -86,13 +57,12 @@ def train(
     show_settings: bool,
     **options: Any,
 ) -> None:
-    """Train an adapter and a joint encoder on CAPTIONS with a frozen vision tower, and
-    write a model bundle.
+    """Train an adapter and a joint encoder on the captioned images of INDEX, and write
+    a model bundle.
 
-    CAPTIONS are files in JSONL, COCO or Karpathy JSON, Parquet or WebDataset tar
-    format. The features of the vision tower are computed once and stored in the run
-    folder OUT.run, unless the setting inputs.features names other features. Run the
-    same command again to resume an interrupted training run.
+    INDEX stores the features of a frozen vision tower: build it with a bundle of 'model
+    features', from sources with captions. Run the same command again to resume an
+    interrupted training run.
 
     Settings come from --preset, --config, --set and the other options, in this order;
     later values override earlier values. --show-settings lists all settings.
@@ -100,39 +70,33 @@ def train(
     \b
     Presets:
       paper           first training phase of the EDJE paper, for millions of images
-      paper-finetune  second training phase of the EDJE paper; use with --init
+      paper-finetune  second training phase of the EDJE paper; set inputs.init
       small-data      for thousands of images on a CPU; needs --dev
 
     \b
     Examples:
-      edje-index train captions.jsonl --images photos --model clip \\
-        --language minilm --steps 5000 --out model
-      edje-index train more.jsonl --model clip --preset paper-finetune \\
-        --init model --epochs 5 --out tuned
-      edje-index train captions.jsonl --dev dev.jsonl --model clip \\
-        --language minilm --preset small-data --out model
-      edje-index train captions.jsonl --model clip --language minilm --epochs 5 \\
-        --set architecture.adapter=local \\
-        --out teacher
-      edje-index train captions.jsonl --model clip --init teacher \\
-        --set inputs.teacher=teacher --epochs 5 --out student
+      edje-index model features clip features
+      edje-index build captions.json --out data.edje --model features
+      edje-index train data.edje --set inputs.language=minilm \\
+        --set loop.steps=5000 --out model
+      edje-index train more.edje --preset paper-finetune --set inputs.init=model \\
+        --set loop.epochs=5 --out tuned
+      edje-index train data.edje --dev dev.edje --set inputs.language=minilm \\
+        --preset small-data --out model
+      edje-index train data.edje --set inputs.language=minilm \\
+        --set architecture.adapter=local --set loop.epochs=5 --out teacher
+      edje-index train data.edje --set inputs.init=teacher \\
+        --set inputs.teacher=teacher --set loop.epochs=5 --out student
       edje-index train --preset small-data --show-settings > settings.toml
 
     Options:
         --out: Directory of the bundle to write.
-        --dev: File of captions of images that are not in CAPTIONS. The weights of the
-            final score are fitted to this file.
-        --model: Bundle with the frozen vision and text towers.
-        --language: Initial language model: directory of a Hugging Face BERT model, or a
-            bundle.
-        --init: Bundle with the initial weights of the joint encoder and, if the sizes
-            match, of the adapter.
+        --dev: Index of images that are not in INDEX, built with the same bundle. The
+            weights of the final score are fitted to their captions.
         --preset: Named set of settings to start from.
         --config: TOML file with settings, which override the preset.
         --set: Value of one setting; overrides --config. Repeatable.
         --show-settings: Print every setting with its description, as TOML, and exit.
-        --steps: Number of optimiser steps.
-        --epochs: Number of passes over all captions, instead of --steps.
     """
     from edje_index.training.config import TrainSettings, validated
 
@@ -141,33 +105,20 @@ def train(
         text = describe_settings(values)
         print_result({"settings": text}, *text.splitlines())
         return
-    from edje_index.training.workers import is_worker
     from pipelines.jobs.training.job import run_training
 
-    # torchrun starts several workers. Only the first worker shows progress and prints
-    # the result.
-    is_first = not is_worker() or os.environ["RANK"] == "0"
     try:
         settings = validated(TrainSettings, values)
-        with running_job(resume=True, quiet=not is_first) as (on_event, should_stop):
-            result = run_training(settings, on_event=on_event, should_stop=should_stop)
+        result = run_job(run_training, settings, resume=True)
     except UsageError as error:
         # The message names settings. Name the option of a setting, too, for example
-        # "loop.steps (--steps)".
-        flags = {
-            name: f"--{option.replace('_', '-')}"
-            for option, name in DEDICATED_OPTIONS.items()
-        }
-        flags["inputs.captions"] = "CAPTIONS"
-        names = "|".join(map(re.escape, flags))
+        # "run.out (--out)".
         message = re.sub(
-            rf"\b({names})\b",
-            lambda match: f"{match[1]} ({flags[match[1]]})",
+            rf"\b(?:inputs|run)\.({'|'.join(OPTIONS)})\b",
+            lambda match: f"{match[0]} ({OPTIONS[match[1]]})",
             str(error),
         )
         raise UsageError(message) from error
-    if not is_first:
-        return
     print_result(result, *describe_result(result))
 
 
@@ -180,20 +131,11 @@ def describe_result(result: TrainResult) -> list[str]:
         f"{result.bundle}: {result.steps:,} steps on {result.images:,} images with"
         f" {result.captions:,} captions, {result.seconds:.1f} s"
     )
-    images = dict(result.left_out)
-    blank = images.pop("blank-caption", 0)
-    if images:
-        total = counted(sum(images.values()), "image")
-        lines.append(f"{total} left out: {by_reason(images)}")
-    if blank:
-        lines.append(f"{counted(blank, 'blank caption')} left out")
+    if result.left_out:
+        total = counted(sum(result.left_out.values()), "row")
+        lines.append(f"{total} left out: {by_reason(result.left_out)}")
     if skipped := result.last.get("skipped"):
         lines.append(f"{counted(skipped, 'step')} skipped without a finite gradient")
-    if result.truncated:
-        lines.append(
-            f"{counted(result.truncated, 'truncated image')} used, but decoded only in"
-            " part"
-        )
     lines += [
         f"{direction} score: {ScoreWeights.from_json(values).described()}"
         for direction, values in result.score.items()
@@ -222,7 +164,7 @@ def describe_result(result: TrainResult) -> list[str]:
             if high < 0:
                 verdict = "WARNING: worse than"
             lines.append(
-                f"{verdict} the bundle of --init, on dev {queries}: R@1 of"
+                f"{verdict} the bundle of inputs.init, on dev {queries}: R@1 of"
                 f" {candidates} {choice['start_recall']:.1%} before, {held_out:.1%}"
                 f" after, change {100 * change['value']:+.1f} points"
                 f" [{low:+.1f}, {high:+.1f}]"
@@ -247,8 +189,7 @@ def read_settings(
             the directory of the file.
         assignments: texts of the form `group.key=value`, where the value is TOML, a
             bare word or `none`.
-        options: values of the other command-line options by name; None and empty values
-            are ignored.
+        options: values of the parameters in `OPTIONS` by name; None is ignored.
 
     Raises:
         UsageError: `config_file` or an assignment cannot be read. The values are not
@@ -271,9 +212,9 @@ def read_settings(
         assigned.setdefault(group, {})[key] = None if value == "none" else value
     given: Values = {}
     for name, value in options.items():
-        if value is not None and value != ():
-            group, _, key = DEDICATED_OPTIONS[name].partition(".")
-            given.setdefault(group, {})[key] = value
+        if value is not None:
+            group = "run" if name == "out" else "inputs"
+            given.setdefault(group, {})[name] = value
     from_file = {} if config_file is None else _read_toml(config_file)
     return merge_settings(preset, from_file, assigned, given)
 
@@ -291,21 +232,14 @@ def _read_toml(path: Path) -> Values:
             f"{path}: {', '.join(loose)} must be in a group, such as [loop];"
             " --show-settings lists all groups"
         )
-    for group, kind in groups(TrainSettings).items():
-        for key, value in content.get(group, {}).items():
-            if key in kind.model_fields and "Path" in str(
-                kind.model_fields[key].annotation
-            ):
-                content[group][key] = _located(path.parent, value)
+    for group, values in content.items():
+        kind = groups(TrainSettings).get(group, TrainSettings)
+        for key, value in values.items():
+            setting = kind.model_fields.get(key)
+            if setting and "Path" in str(setting.rebuild_annotation()):
+                is_local = isinstance(value, str) and not is_url(value)
+                values[key] = path.parent / value if is_local else value
     return content
-
-
-def _located(folder: Path, value: Any) -> Any:
-    # `value` is a path setting or a list of paths, which are relative to `folder`. The
-    # value "online" is not a path and stays unchanged.
-    if isinstance(value, list):
-        return [_located(folder, part) for part in value]
-    return folder / value if isinstance(value, str) and value != "online" else value
 
 
 def describe_settings(values: Values) -> str:

@@ -185,11 +185,7 @@ def _worker_loop(config: Json) -> None:
 
     task: TrainTask = config["task"]
     context = ray.train.get_context()
-    group = WorkerGroup(
-        context.get_world_rank(),
-        context.get_world_size(),
-        context.get_local_world_size(),
-        patient_group(),
-    )
+    rank = context.get_world_rank()
+    group = WorkerGroup(rank, context.get_world_size(), patient_group())
     with contextlib.suppress(TrainingStopped):
         run_worker(task, group, (task.config.run.folder / _STOP_FILE).exists)

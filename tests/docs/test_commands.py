@@ -43,12 +43,10 @@ NOT_RUN = {
     "model import checkpoint.pth": (
         "tests/edje_index import checkpoints; the tower comes from a model hub"
     ),
-    "train captions.jsonl": (
-        "tests/pipelines train tiny models; the commands of the guides take hours"
-    ),
-    "train more.jsonl": (
-        "tests/pipelines train tiny models; the commands of the guides take hours"
-    ),
+    "train data.edje": "tests/integration train tiny models; the guides take hours",
+    "train more.edje": "tests/integration train tiny models; the guides take hours",
+    "model features clip": "its towers come from a model hub",
+    "build dataset_coco.json --out data.edje": "its towers come from a model hub",
     "build photos --out tuned.edje": "its model is trained for hours",
     "search tuned.edje": "its model is trained for hours",
     "build photos --out siglip2.edje": "its model comes from a model hub",

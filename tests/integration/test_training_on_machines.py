@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.training.checkpoints import read_log
-from tests.command_line import command, run_here, run_process
+from tests.command_line import command, run_process
 from tests.integration.ray_nodes import RayNodes
-from tests.integration.test_training import training, wait_for_steps, write_captions
+from tests.integration.test_training import make_case, training, wait_for_steps
 
 pytestmark = pytest.mark.slow
 
@@ -20,13 +19,9 @@ STEPS = 60
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    """Folder with captions, a tiny model, and a training run on two workers of this
-    machine.
-    """
+    """The folder of `make_case`, and a training run on two workers of this machine."""
     folder = tmp_path_factory.mktemp("training")
-    write_captions(folder)
-    create_untrained_bundle(folder / "model", sizes=TINY)
-    run_here(*training(folder, folder / "calm", features=False), "--steps", "1")
+    make_case(folder)
     run_process(*arguments(folder, folder / "local"))
     return folder
 
@@ -40,15 +35,8 @@ def nodes(cluster):
 
 
 def arguments(folder: Path, out: Path) -> list[str | Path]:
-    return [
-        *training(folder, out),
-        "--set",
-        "alignment.steps=0",
-        "--steps",
-        str(STEPS),
-        "--set",
-        "run.workers=2",
-    ]
+    settings = ("alignment.steps=0", f"loop.steps={STEPS}", "run.workers=2")
+    return training(folder, out, *settings)
 
 
 def start(case: Path, out: Path, nodes: RayNodes) -> subprocess.Popen:

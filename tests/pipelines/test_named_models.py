@@ -161,21 +161,17 @@ def test_an_imported_bundle_works_everywhere(hub: Hub, tmp_path: Path) -> None:
     assert evaluated["results"]
     explained = run_here("explain", index, "--out", tmp_path / "words.html")
     assert explained["words"]
-    trained = run_here(
-        "train",
-        captions,
-        *images,
-        "--model",
-        bundle,
-        "--init",
-        bundle,
-        "--out",
-        tmp_path / "trained",
-        "--steps",
-        "1",
-        "--set",
-        "loop.batch_size=4",
+    run_here("model", "features", bundle, tmp_path / "features")
+    (tmp_path / "photos" / "metadata.jsonl").write_text(
+        captions.read_text().replace('"image"', '"file_name"')
     )
+    data = tmp_path / "data.edje"
+    build_index(
+        tmp_path / "photos", data, tmp_path / "features", engine="inline", threads=1
+    )
+    settings = ("loop.steps=1", "loop.batch_size=4", f"inputs.init={bundle}")
+    options = [f"--set={setting}" for setting in settings]
+    trained = run_here("train", data, "--out", tmp_path / "trained", *options)
     assert trained["steps"] == 1
 
 

@@ -21,16 +21,10 @@ from pipelines.cli.train import (
 from pipelines.jobs.training.run import TrainResult
 from storage_formats.errors import UsageError
 
-REQUIRED = {
-    "captions": (Path("a.jsonl"),),
-    "dev": Path("d.jsonl"),
-    "out": Path("out"),
-    "model": Path("model"),
-    "steps": 5,
-}
+REQUIRED = {"index": "data.edje", "dev": "dev.edje", "out": Path("out")}
 
 
-def read(preset="paper", config_file=None, assignments=(), **options):
+def read(preset="paper", config_file=None, assignments=("loop.steps=5",), **options):
     return validated(
         TrainSettings,
         read_settings(preset, config_file, assignments, {**REQUIRED, **options}),
@@ -42,41 +36,34 @@ def test_later_sources_win(tmp_path):
     file.write_text(
         "[loop]\nsteps = 1\nseed = 1\nbatch_size = 16\n[optimizer]\nlr = 1\n"
     )
-    config = read("small-data", file, ["loop.seed=2", "loop.steps=2"], steps=3)
-    assert (config.loop.steps, config.loop.seed, config.loop.batch_size) == (3, 2, 16)
+    config = read("small-data", file, ["loop.seed=2", "inputs.dev=x"])
+    assert (config.loop.steps, config.loop.seed, config.loop.batch_size) == (1, 2, 16)
+    assert config.inputs.dev == "dev.edje"
     assert (config.optimizer.lr, config.optimizer.warmup_steps) == (1.0, 40)
 
 
 def test_zero_and_none_are_values_and_epochs_replace_steps():
-    config = read("small-data", steps=None, epochs=2.0)
+    config = read("small-data", None, ["loop.epochs=2.0"])
     assert (config.loop.steps, config.loop.epochs) == (None, 2.0)
     with pytest.raises(UsageError, match=r"write GROUP.KEY=VALUE"):
         read(assignments=["loop.steps"])
-    settings = read(
-        "small-data",
-        None,
-        ["optimizer.lr=0", "augmentation.step_tokens=none"],
-        workers=None,
-    )
-    assert (settings.optimizer.lr, settings.augmentation.step_tokens) == (0.0, None)
+    settings = read("small-data", None, ["optimizer.lr=0", "loop.step_tokens=none"])
+    assert (settings.optimizer.lr, settings.loop.step_tokens) == (0.0, None)
     assert settings.run.workers == 1
     assert settings.run.folder == Path("out.run").absolute()
 
 
 def test_paths_of_a_file_start_at_its_directory(tmp_path):
     (tmp_path / "c.toml").write_text(
-        '[inputs]\ncaptions = ["c.jsonl"]\nvision = "ViT"\ndev = "/d.jsonl"\n'
+        "[inputs]\nindex = 'data.edje'\nsplit = 'a'\nlanguage = 'bert'\nmodel = '/m'"
+        "\nminer = 's3://bucket/miner'\n[loop]\nsteps = 5\n"
     )
-    values = read_settings(
-        "paper", tmp_path / "c.toml", [], {"out": Path("here"), "steps": 5}
-    )
+    values = read_settings("paper", tmp_path / "c.toml", [], {"out": Path("here")})
     settings = validated(TrainSettings, values)
-    assert settings.inputs.captions == (tmp_path / "c.jsonl",)
-    assert (settings.inputs.dev, settings.inputs.vision, settings.run.out) == (
-        Path("/d.jsonl"),
-        "ViT",
-        Path("here"),
-    )
+    inputs = settings.inputs
+    assert (inputs.index, inputs.split) == (f"{tmp_path}/data.edje", "a")
+    assert (inputs.language, inputs.model) == (tmp_path / "bert", Path("/m"))
+    assert (inputs.miner, settings.run.out) == ("s3://bucket/miner", Path("here"))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +83,7 @@ def test_paths_of_a_file_start_at_its_directory(tmp_path):
         ),
         ("[loop]\nbatch_size = 3", "loop.batch_size is 3 and negatives.count is 3"),
         ("[run]\nworkers = 0", "run.workers is 0"),
-        ("[inputs]\nvision = 5", "inputs.vision is 5"),
+        ("[inputs]\nsplit = 5", "inputs.split is 5"),
         (
             "[run]\ndevice = 'steam'",
             "run.device is 'steam'; input should be 'auto', 'cpu' or 'cuda'",
@@ -106,7 +93,7 @@ def test_paths_of_a_file_start_at_its_directory(tmp_path):
 def test_an_invalid_file_is_refused(tmp_path, text, words):
     (tmp_path / "c.toml").write_text(text)
     with pytest.raises(UsageError, match=words):
-        read(config_file=tmp_path / "c.toml", steps=None, dev=None)
+        read(config_file=tmp_path / "c.toml", assignments=(), dev=None)
     (tmp_path / "c.toml").unlink()
     os.mkfifo(tmp_path / "c.toml")
     with pytest.raises(UsageError, match="not a regular file"):
@@ -114,17 +101,15 @@ def test_an_invalid_file_is_refused(tmp_path, text, words):
 
 
 def test_the_command_prints_one_line_per_problem_and_exits_with_2(capsys):
-    assert (
-        main(["train", "--set=run.workers=0", "--steps", "0", "--set", "loop.sted=1"])
-        == 2
-    )
+    bad = ("--set=run.workers=0", "--set=loop.steps=0", "--set=loop.sted=1")
+    assert main(["train", *bad]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert len(error.splitlines()) == 5
     for line in (
-        "inputs.captions (CAPTIONS) is missing",
+        "inputs.index (INDEX) is missing",
         "run.out (--out) is missing",
-        "loop.steps (--steps) is 0",
+        "loop.steps is 0",
     ):
         assert line in error
     assert "Traceback" not in error
@@ -133,19 +118,16 @@ def test_the_command_prints_one_line_per_problem_and_exits_with_2(capsys):
 @pytest.mark.parametrize(
     ("changes", "assignments", "words"),
     [
-        ({"model": None}, [], "inputs.model and inputs.vision"),
-        ({}, ["inputs.vision=ViT-B-16:openai"], "inputs.model and inputs.vision"),
-        ({"steps": None}, [], "set loop.steps or loop.epochs"),
-        ({}, ["run.workers=5"], "loop.batch_size is 64 and run.workers is 5"),
-        (
-            {"dev": None},
-            ["fitting.pooled_dim=8"],
-            "fitting.pooled_dim needs inputs.dev",
-        ),
+        ({}, [], "set loop.steps or loop.epochs"),
         (
             {},
-            ["inputs.features=f", "inputs.feature_precision=fp8"],
-            "inputs.feature_precision is fp8, but inputs.features is",
+            ["loop.steps=5", "run.workers=5"],
+            "loop.batch_size is 64 and run.workers is 5",
+        ),
+        (
+            {"dev": None},
+            ["loop.steps=5", "fitting.pooled_dim=8"],
+            "fitting.pooled_dim needs inputs.dev",
         ),
     ],
 )
@@ -177,9 +159,13 @@ def test_the_command_of_the_model_card_means_what_its_options_meant():
             "dropout": 0.1,
             "canonical_captions": False,
         },
-        "augmentation": {"views": 4, "step_tokens": 48},
         "alignment": {"steps": 800, "batch_size": 128},
-        "loop": {"steps": 400, "batch_size": 32, "dtype": "bfloat16"},
+        "loop": {
+            "steps": 400,
+            "batch_size": 32,
+            "step_tokens": 48,
+            "dtype": "bfloat16",
+        },
         "negatives": {"count": 1},
         "objective": {"mlm_weight": 0.0, "recovery_weight": 0.0},
         "optimizer": {
@@ -194,11 +180,9 @@ def test_the_command_of_the_model_card_means_what_its_options_meant():
     card = (
         Path(__file__).parents[2] / "models/flickr8k-dinov2-small/MODEL_CARD.md"
     ).read_text()
-    command = card.partition("edje-index train captions_train.jsonl")[2].partition(
-        "\n    python -m"
-    )[0]
+    command = card.partition("edje-index train ")[2].partition("\n    python -m")[0]
     arguments = command.replace("\\\n", " ").split()
-    context = train.make_context("train", ["captions_train.jsonl", *arguments])
+    context = train.make_context("train", arguments)
     given = dict(context.params)
     del given["show_settings"]
     sources = (given.pop("preset"), given.pop("config_file"), given.pop("assignments"))
@@ -209,17 +193,17 @@ def test_the_command_of_the_model_card_means_what_its_options_meant():
     )
     assert PRESETS["small-data"] == {
         **shipped,
-        "loop": {"steps": 400, "batch_size": 32},
+        "loop": {"steps": 400, "batch_size": 32, "step_tokens": 48},
     }
-    assert settings.inputs.vision == "local-dir:dual"
+    assert settings.inputs.index == "train.edje"
 
 
 @pytest.mark.parametrize(
     ("low", "high", "words"),
     [
-        (0.01, 0.05, "better than the bundle of --init"),
-        (-0.01, 0.05, "no clear change from the bundle of --init"),
-        (-0.05, -0.01, "WARNING: worse than the bundle of --init"),
+        (0.01, 0.05, "better than the bundle of inputs.init"),
+        (-0.01, 0.05, "no clear change from the bundle of inputs.init"),
+        (-0.05, -0.01, "WARNING: worse than the bundle of inputs.init"),
     ],
 )
 def test_a_training_ends_with_a_comparison_with_its_start(low, high, words):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipelines.progress.events import OnEvent, ShouldStop, ignore, never
-from storage_formats.arguments import as_list
 from storage_formats.atomic import Json
 from storage_formats.extras import name_missing_extra
+from storage_formats.remote.urls import IndexLocation
 
 
 @dataclass(frozen=True)
@@ -21,9 +20,8 @@ class TrainResult:
         fingerprint: fingerprint of the bundle.
         run: fingerprint of the settings and data of the training run.
         images, captions: numbers of training images and training captions.
-        left_out: number of images without features, by reason. Images that became
-            unreadable during the training are counted too. The key "blank-caption" is
-            an exception: its value is the number of blank captions.
+        left_out: number of rows of the index that were not used, by reason. The reason
+            is that of a failed row, "duplicate" or "no-caption".
         steps: number of finished steps of the phase that trains the joint encoder.
         seconds: wall time of this run.
         last: last record of the training log; empty if there is none.
@@ -33,7 +31,6 @@ class TrainResult:
         dev: fitted weights and recalls on the dev captions, by what is ranked: the key
             "images" is for text-to-image search, "captions" for image-to-text search.
             See `edje_index.training.fit_weights`. None without dev captions.
-        truncated: number of training images that could be decoded only in part.
         already_finished: True if an earlier call had finished the training run. This
             call then did nothing.
 
@@ -65,13 +62,12 @@ class TrainResult:
     score: Json = field(default_factory=dict)
     fitting: Json = field(default_factory=dict)
     dev: Json | None = None
-    truncated: int = 0
     already_finished: bool = False
 
 
 @name_missing_extra("train")
 def train(
-    captions: str | Path | Sequence[str | Path],
+    index: IndexLocation,
     out: str | Path,
     *,
     preset: str = "paper",
@@ -79,14 +75,14 @@ def train(
     should_stop: ShouldStop = never,
     **settings: Json,
 ) -> TrainResult:
-    """Train an adapter and a joint encoder on captioned images, as `edje-index train`
-    does.
+    """Train an adapter and a joint encoder on the captioned images of an index, as
+    `edje-index train` does.
 
     Call the function again with the same arguments to resume a stopped training run.
 
     Args:
-        captions: one or several caption files;
-            `edje_index.captions.reading.read_captions` lists the formats.
+        index: index of the images, with their captions. It stores patch features: a
+            bundle of `write_feature_bundle` built it.
         out: directory of the bundle to write.
         preset: name of the preset to start from, a key of
             `edje_index.training.config.PRESETS`.
@@ -105,9 +101,8 @@ def train(
     Examples:
         >>> from edje_index import train
         >>> result = train(
-        ...     "captions.jsonl",
+        ...     "features.edje",
         ...     "trained",
-        ...     inputs={"model": "model", "images": "photos"},
         ...     architecture={"tokens": 4, "adapter_hidden": 48},
         ...     loop={"steps": 2, "batch_size": 4},
         ... )
@@ -117,12 +112,7 @@ def train(
     from edje_index.training.config import TrainSettings, merge_settings, validated
     from pipelines.jobs.training.job import run_training
 
-    files = (
-        [captions]
-        if isinstance(captions, str | Path)
-        else as_list(captions, "captions", "paths")
-    )
     values = merge_settings(
-        preset, settings, {"inputs": {"captions": files}, "run": {"out": out}}
+        preset, settings, {"inputs": {"index": index}, "run": {"out": out}}
     )
     return run_training(validated(TrainSettings, values), on_event, should_stop)

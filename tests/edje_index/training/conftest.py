@@ -4,7 +4,7 @@ bundle's towers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,17 +14,18 @@ import torch
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.training.batches import BatchSource
-from edje_index.training.captions import (
-    CaptionSet,
+from edje_index.training.config import TrainSettings, validated
+from edje_index.training.dataset import (
+    CaptionedRows,
+    StoredFeatures,
     TrainingData,
     prepare_captions,
-    write_caption_table,
+    read_captioned_rows,
 )
-from edje_index.training.config import TrainSettings, validated
-from edje_index.training.features import StoredFeatures
 from edje_index.training.loop import TrainTask, total_steps
 from edje_index.training.start import make_start
 from edje_index.training.workers import WorkerGroup
+from pipelines.jobs.snapshots import set_columns
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
 from tests.conftest import write_random_index
@@ -32,8 +33,7 @@ from tests.conftest import write_random_index
 ALONE = WorkerGroup()
 IMAGES = 24
 SETTINGS = {
-    "inputs__captions": ["train.jsonl"],
-    "inputs__model": "model",
+    "inputs__index": "data.edje",
     "run__out": "out",
     "run__device": "cpu",
     "run__checkpoint_every": 2,
@@ -65,12 +65,14 @@ class Case:
 
     folder: Path
     bundle: Path
-    features: Path
-    items: CaptionSet
+    items: CaptionedRows
 
     @property
-    def data(self) -> Path:
-        return self.folder / "data"
+    def data(self) -> TrainingData:
+        return TrainingData.open(self.folder / "train.npy", self.items)
+
+    def texts(self) -> list[str]:
+        return [text for each in self.items.captions(0, IMAGES) for text in each]
 
     def config(self, **settings: object) -> TrainSettings:
         """Small settings with changes, each named `group__key`."""
@@ -87,27 +89,23 @@ class Case:
         are the training captions.
         """
         config = self.config(
-            run__dir=run_dir, inputs__dev="dev.jsonl" if dev else None, **settings
+            run__dir=run_dir, inputs__dev="data.edje" if dev else None, **settings
         )
         start = run_dir / "start"
         if not start.exists():
-            make_start(config.architecture, config.loop.seed, model=self.bundle).save(
-                start
-            )
-        steps = total_steps(config.loop, len(TrainingData.open(self.data).caption_keys))
-        dev_captions = (self.items, self.data) if dev else None
-        index = CommittedIndex.open(self.features)
-        return TrainTask(
-            config, "run", start, index, self.data, index, steps=steps, dev=dev_captions
-        )
+            make_start(config.architecture, config.loop.seed, self.bundle).save(start)
+        for name in ("train.npy", "dev.npy") if dev else ("train.npy",):
+            if not (run_dir / name).exists():
+                (run_dir / name).symlink_to(self.folder / "train.npy")
+        steps = total_steps(config.loop, len(self.data.records))
+        dev_items = self.items if dev else None
+        return TrainTask(config, "run", start, self.items, steps, dev=dev_items)
 
     def source(self, rank: int = 0, world: int = 1, **settings: object) -> BatchSource:
         bundle = ModelBundle.load(self.bundle)
-        data = TrainingData.open(self.data)
-        features = StoredFeatures(CommittedIndex.open(self.features))
         return BatchSource(
-            data,
-            features,
+            self.data,
+            StoredFeatures(self.items.index),
             bundle.joint.tokenizer,
             4,
             self.config(**settings),
@@ -118,7 +116,7 @@ class Case:
 
 
 def prepare(
-    folder: Path,
+    path: Path,
     case: Case,
     *,
     miner: Path | None = None,
@@ -126,13 +124,10 @@ def prepare(
     should_stop: Callable[[], bool] = lambda: False,
     on_shard: Callable[[int, int], None] = lambda done, shards: None,
 ) -> bool:
-    """Prepare the captions of `case` on the CPU. Worker 0 writes the table."""
-    if group.size == 1 and not folder.exists():
-        write_caption_table(folder, case.items, case.items.rows)
+    """Prepare the captions of `case` on the CPU."""
     device = torch.device("cpu")
-    index = CommittedIndex.open(case.features)
     return prepare_captions(
-        folder, case.bundle, miner, index, device, group, should_stop, on_shard
+        path, case.items, case.bundle, miner, device, group, should_stop, on_shard
     )
 
 
@@ -145,13 +140,26 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+def captioned_index(
+    root: Path,
+    captions: Sequence[Sequence[str]],
+    *,
+    failed: frozenset[int] = frozenset(),
+    duplicates: frozenset[int] = frozenset(),
+    **columns: Sequence[object],
+) -> CommittedIndex:
+    """An index of random features, of which the first two rows have no captions."""
+    spec = IndexSpec(len(captions) + 2, 8, (16, 32), embed_dim=24)
+    write_random_index(root, spec, failed=failed, duplicates=duplicates)
+    values = {"captions": [*map(list, captions)], **columns}
+    set_columns(root, np.arange(2, spec.rows), values)
+    return CommittedIndex.open(root)
+
+
 @pytest.fixture(scope="session")
 def case(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Case:
     folder = tmp_path_factory.mktemp("training")
-    features = folder / "features.edje"
-    write_random_index(features, IndexSpec(IMAGES + 3, 8, (16, 32), embed_dim=24))
-    made = Case(
-        folder, tiny_bundle, features, CaptionSet(np.arange(IMAGES) + 2, captions())
-    )
-    assert prepare(made.data, made)
+    items, *_ = read_captioned_rows(captioned_index(folder / "data.edje", captions()))
+    made = Case(folder, tiny_bundle, items)
+    assert prepare(folder / "train.npy", made)
     return made

@@ -16,7 +16,6 @@ from edje_index.training.batches import (
     text_rows,
 )
 from storage_formats.token_store import TokenStore
-from tests.edje_index.training.conftest import IMAGES
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +91,7 @@ def test_a_batch_holds_positives_negatives_and_masked_rows_in_their_order(
     data = source.data
     own_images, own_captions = Sampler(data, 8, 0).pairs(5)
     caption_of = {
-        tuple(data.caption(caption)): data.rows[image]
+        tuple(data.caption(caption)): data.items.rows[image]
         for caption, image in zip(own_captions, own_images, strict=True)
     }
     anchors = []
@@ -109,7 +108,7 @@ def test_a_batch_holds_positives_negatives_and_masked_rows_in_their_order(
             for negative in range(b + k * anchor, b + k * anchor + k):
                 assert texts[negative] == texts[anchor]
                 assert images[negative] != images[anchor]
-                assert images[negative] in data.rows[own_images]
+                assert images[negative] in data.items.rows[own_images]
             for negative in range(
                 b * (1 + k) + k * anchor, b * (1 + k) + k * anchor + k
             ):
@@ -128,7 +127,7 @@ def test_a_batch_holds_positives_negatives_and_masked_rows_in_their_order(
             chunk.rows.starts[scored : scored + b].tolist(), texts[:b], strict=True
         ):
             assert tuple(flat[start + 1 : start + 1 + len(text)].tolist()) == text
-        embeddings = [data.text_embeddings[own_captions[at]] for at in range(8)]
+        embeddings = [data.records["embedding"][own_captions[at]] for at in range(8)]
         for embedding, text in zip(chunk.embeddings, texts, strict=False):
             captions = [tuple(data.caption(at)) for at in own_captions]
             assert any(
@@ -137,7 +136,7 @@ def test_a_batch_holds_positives_negatives_and_masked_rows_in_their_order(
                 if caption == text
             )
     assert sorted(anchors) == sorted(
-        (data.rows[image], tuple(data.caption(caption)))
+        (data.items.rows[image], tuple(data.caption(caption)))
         for caption, image in zip(own_captions, own_images, strict=True)
     )
     assert lengths == sorted(lengths)
@@ -176,35 +175,3 @@ def test_ranks_share_a_batch_and_mine_over_all_of_it(case):
         beyond |= set(images[4:12]) - set(images[:4])
     assert sorted(rows) == expected
     assert beyond, "no negative came from the other rank"
-
-
-def test_a_batch_shows_photos_and_views_at_random(case):
-    """Photos are rows 2 to 25; rows 0 and 1 stand for the views; some images have
-    one view or none.
-    """
-    source = case.source()
-    rows = np.full((IMAGES, 2), -1)
-    rows[:12] = [0, 1]
-    rows[12:18, 0] = 0
-    viewing = replace(source, views=(source.features, rows))
-    store = TokenStore.open(source.features.index.root)
-    blocks = {store.fetch([row]).tobytes(): row for row in range(len(store))}
-    shown: dict[int, set[int]] = {image: set() for image in range(IMAGES)}
-    content = np.ones(1000, dtype=bool)
-    for number in range(30):
-        for make, again in (
-            (viewing.joint, viewing.joint),
-            (viewing.alignment(content), viewing.alignment(content)),
-        ):
-            batch = make(number)
-            assert torch.equal(batch.patches, again(number).patches)
-            if hasattr(batch, "chunks"):
-                images = Sampler(source.data, 8, 0).pairs(number)[0]
-            else:
-                images = Sampler(source.data, IMAGES, 0).sets(number, 1)[0]
-            for image, patches in zip(
-                images.tolist(), batch.patches.view(torch.int16).numpy(), strict=True
-            ):
-                shown[image].add(blocks[patches.tobytes()])
-    for image, shown_rows in shown.items():
-        assert shown_rows == {image + 2, *rows[image][rows[image] >= 0]}

@@ -11,18 +11,16 @@ import torch
 
 from edje_index.errors import ModelError
 from edje_index.models.devices import to_bf16_array
-from edje_index.training.captions import TrainingData
 from edje_index.training.checkpoints import DEV, Checkpoints, read_log
 from edje_index.training.config import FittingConfig
+from edje_index.training.dataset import StoredFeatures
 from edje_index.training.dev import dev_pools
-from edje_index.training.features import StoredFeatures
 from edje_index.training.finish import finish_model
 from edje_index.training.fit_weights import choose_weights
 from edje_index.training.loop import TrainingStopped, TrainTask, run_worker
 from edje_index.training.pooled_similarity import fit_pooled_similarity
 from edje_index.training.start import make_start, trained_part
 from edje_index.training.workers import WorkerGroup
-from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from tests.edje_index.training.conftest import IMAGES
 
@@ -114,17 +112,16 @@ def test_the_best_are_kept_also_after_a_stop(case, everything, tmp_path):
 
 @pytest.fixture
 def setting(case):
-    bundle = make_start(case.config().architecture, 0, model=case.bundle)
+    bundle = make_start(case.config().architecture, 0, case.bundle)
     bundle.joint.eval()
-    features = StoredFeatures(CommittedIndex.open(case.features))
-    return bundle, (case.items, case.data), features
+    return bundle, (case.items, case.folder / "train.npy")
 
 
 def test_recalls_are_those_of_the_plain_computation(case, setting):
     """One query at a time, by the parts of a bundle with the chosen weights; in
     both directions.
     """
-    bundle, dev, features = setting
+    bundle, dev = setting
     adapter = trained_part(bundle.adapter)
     bundle = replace(
         bundle,
@@ -132,17 +129,18 @@ def test_recalls_are_those_of_the_plain_computation(case, setting):
         info=None,
     )
     config = FittingConfig(dev_captions=1000, dev_pool=6)
-    pools = dev_pools(bundle, dev, features, config)
+    pools = dev_pools(bundle, dev, config)
     choices = {
         direction: choose_weights(of_direction)
         for direction, of_direction in pools.items()
     }
     assert (choices["t2i"].queries, choices["t2i"].pool) == (2 * IMAGES, 6)
     assert (choices["i2t"].queries, choices["i2t"].pool) == (IMAGES, 6)
-    tokens = to_bf16_array(bundle.adapter(features.fetch(case.items.rows)[0].float()))
-    texts_of_dev = case.items.texts()
-    images_of_dev = read_embeddings(features.index, case.items.rows)
-    similar = TrainingData.open(case.data).text_embeddings @ images_of_dev.T
+    features = StoredFeatures(case.items.index).fetch(case.items.rows)
+    tokens = to_bf16_array(bundle.adapter(features.float()))
+    texts_of_dev = case.texts()
+    images_of_dev = read_embeddings(case.items.index, case.items.rows)
+    similar = case.data.records["embedding"] @ images_of_dev.T
     for direction, choice in choices.items():
         weights = choice.weights.by_part()
         text_queries = direction == "t2i"

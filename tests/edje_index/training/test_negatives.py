@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from edje_index.training.batches import Sampler, hard_negatives
 from storage_formats.errors import UsageError
+from storage_formats.reading.embeddings import read_embeddings
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -21,16 +23,23 @@ def test_negatives_are_the_top_k_of_the_published_sampling(case, seed, count):
     without the anchor's own pairs.
     """
     source = case.source(negatives__count=count, loop__seed=seed, loop__batch_size=12)
-    data = source.data
+    # each photo has two images
+    items = replace(source.data.items, photos=source.data.items.photos // 2)
+    data = replace(source.data, items=items)
+    source = replace(source, data=data)
     images, captions = Sampler(data, 12, seed).pairs(seed)
     drawn = source.negatives(images, captions)
     texts, photos = (
         array.astype(np.float64).tolist()
-        for array in (data.text_mining, data.image_mining)
+        for array in (
+            data.records["embedding"][captions],
+            read_embeddings(items.index, items.rows[images]),
+        )
     )
     scores = [
-        [sum(map(operator.mul, texts[c], photos[i])) for i in images] for c in captions
+        [sum(map(operator.mul, text, photo)) for photo in photos] for text in texts
     ]
+    keys = data.records["key"][captions]
     for direction, matrix in (
         (0, scores),
         (1, [list(column) for column in zip(*scores, strict=True)]),
@@ -40,9 +49,8 @@ def test_negatives_are_the_top_k_of_the_published_sampling(case, seed, count):
             allowed = [
                 (-math.exp(value) / total, other)
                 for other, value in enumerate(row)
-                if data.rows[images[other]] != data.rows[images[anchor]]
-                and data.caption_keys[captions[other]]
-                != data.caption_keys[captions[anchor]]
+                if items.photos[images[other]] != items.photos[images[anchor]]
+                and keys[other] != keys[anchor]
             ]
             assert drawn[direction][anchor].tolist() == [
                 other for _, other in sorted(allowed)[:count]

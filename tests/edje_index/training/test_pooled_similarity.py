@@ -66,7 +66,7 @@ def test_it_tells_whose_caption_it_is(case):
     assert fitted.sizes["dim"] == 12
     data = source.data
     words = fitted.word_numbers.tolist()
-    counted = [set(data.caption(at)) for at in range(len(data.token_starts) - 1)]
+    counted = [set(data.caption(at)) for at in range(len(data.records))]
     every = {word for caption in counted for word in caption}
     assert words == sorted(
         word
@@ -76,9 +76,9 @@ def test_it_tells_whose_caption_it_is(case):
     bundle = replace(bundle, pooled=fitted, info=None)
     with torch.no_grad():
         tokens = trained_part(bundle.adapter)(
-            source.features.fetch(data.rows)[0].float()
+            source.features.fetch(data.items.rows).float()
         ).bfloat16()
-    numbers = [data.caption(at) for at in data.caption_starts[:-1]]
+    numbers = [data.caption(at) for at in data.items.caption_starts[:-1]]
     texts = [bundle.joint.tokenizer.tokenizer.decode(ids) for ids in numbers]
     scorer = bundle.scorer
     images = scorer.images(tokens)

@@ -5,7 +5,7 @@ shards are prepared once.
 from __future__ import annotations
 
 import threading
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,52 +13,77 @@ from open_clip.tokenizer import basic_clean, canonicalize_text
 from transformers import PreTrainedTokenizerFast
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.training import captions as caption_shards
+from edje_index.training import dataset
 from edje_index.training.batches import text_rows
-from edje_index.training.captions import CaptionSet, TrainingData
+from edje_index.training.dataset import (
+    TrainingData,
+    read_captioned_rows,
+    rows_of_contents,
+)
 from edje_index.training.workers import WorkerGroup
-from storage_formats.errors import CorruptIndexError
-from storage_formats.format.manifest import CommittedIndex
+from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.reading.embeddings import read_embeddings
-from tests.edje_index.training.conftest import IMAGES, prepare
+from tests.edje_index.training.conftest import IMAGES, captioned_index, prepare
+
+
+def test_the_images_are_the_indexed_rows_with_captions(tmp_path):
+    captions = [["a dog"], ["a cat", " . "], ["..."], ["a boy"], ["red"], ["a"], ["b"]]
+    index = captioned_index(
+        tmp_path / "data.edje",
+        captions,
+        failed=frozenset({5}),
+        duplicates=frozenset({6}),
+        split=["train", "restval", "train", "train", "train", "dev", None],
+        image_id=["x", "x", None, None, None, "x", None],
+    )
+    items, hashes, left_out = read_captioned_rows(index)
+    assert items.rows.tolist() == [2, 3, 7, 8]
+    assert items.photos.tolist() == [2, 2, 2, 8]
+    assert items.captions(0, 4) == [["a dog"], ["a cat"], ["a"], ["b"]]
+    assert items.caption_starts.tolist() == [0, 1, 2, 3, 4]
+    assert left_out == {"duplicate": 1, "no-caption": 3, "truncated": 1}
+    assert read_captioned_rows(index, "train")[0].rows.tolist() == [2, 3]
+    with pytest.raises(UsageError, match="no images with captions of the split 'b'"):
+        read_captioned_rows(index, "b")
+    other = captioned_index(tmp_path / "other.edje", captions)
+    assert rows_of_contents(other, hashes[::-1]).tolist() == [8, 7, 3, 2]
+    with pytest.raises(UsageError, match=r"data\.edje lacks 1 training images"):
+        rows_of_contents(index, [*hashes, read_captioned_rows(other)[1][3]])
+    assert items.digest != read_captioned_rows(other)[0].digest
 
 
 def check_equal(one: TrainingData, other: TrainingData) -> None:
-    for field in fields(TrainingData):
-        left = getattr(one, field.name)
-        right = getattr(other, field.name)
-        assert left.dtype == right.dtype
+    assert set(one.records.dtype.names) <= set(other.records.dtype.names)
+    for name in one.records.dtype.names:
         np.testing.assert_allclose(
-            left, right, rtol=0, atol=1e-6 if left.dtype == np.float32 else 0
+            one.records[name], other.records[name], rtol=0, atol=1e-6
         )
 
 
 @pytest.fixture
 def small_shards(monkeypatch):
     """Five shards of the 48 captions."""
-    monkeypatch.setattr(caption_shards, "SHARD_CAPTIONS", (10, 10))
+    monkeypatch.setattr(dataset, "SHARD_CAPTIONS", (10, 10))
 
 
 def test_the_data_are_those_of_the_models(case):
     bundle = ModelBundle.load(case.bundle)
-    data = TrainingData.open(case.data)
-    texts = case.items.texts()
+    data = case.data
+    texts = case.texts()
     np.testing.assert_allclose(
-        data.text_embeddings, bundle.text.encode(texts), rtol=0, atol=1e-6
+        data.records["embedding"], bundle.text.encode(texts), rtol=0, atol=1e-6
     )
     assert [
         data.caption(number) for number in range(len(texts))
     ] == bundle.joint.tokenizer.caption_ids(texts)
+    pictures, embeddings = data.mining_embeddings(np.array([3, 0]), np.array([5, 1]))
     np.testing.assert_array_equal(
-        data.image_mining,
-        read_embeddings(CommittedIndex.open(case.features), case.items.rows),
+        pictures, read_embeddings(case.items.index, case.items.rows[[3, 0]])
     )
-    assert data.text_mining.tobytes() == data.text_embeddings.tobytes()
-    assert data.caption_starts.tolist() == list(range(0, 2 * IMAGES + 1, 2))
-    assert data.rows.tolist() == case.items.rows.tolist()
-    equal = {
-        tuple(np.flatnonzero(data.caption_keys == key)) for key in data.caption_keys
-    }
+    assert embeddings.tobytes() == data.records["embedding"][[5, 1]].tobytes()
+    assert case.items.caption_starts.tolist() == list(range(0, 2 * IMAGES + 1, 2))
+    keys = data.records["key"]
+    equal = {tuple(np.flatnonzero(keys == key)) for key in keys}
     assert (0, 2) in equal, "the captions 'A dog .' and 'a dog' have the same words"
 
 
@@ -71,17 +96,15 @@ def test_captions_are_cleaned_and_cut_as_published(case, tmp_path):
     bundle.save(tmp_path / "model")
     texts = ["A DOG, running - in_the Snow!", "word " * 30 + "dog " * 80]
     cleaned = [canonicalize_text(basic_clean(text)) for text in texts]
-    changed = replace(
-        case,
-        bundle=tmp_path / "model",
-        items=CaptionSet(case.items.rows[:2], [[text] for text in texts]),
-    )
-    assert prepare(tmp_path / "data", changed, miner=case.bundle)
-    data = TrainingData.open(tmp_path / "data")
+    index = captioned_index(tmp_path / "data.edje", [[text] for text in texts])
+    items = read_captioned_rows(index)[0]
+    changed = replace(case, bundle=tmp_path / "model", items=items)
+    assert prepare(tmp_path / "train.npy", changed, miner=case.bundle)
+    data = TrainingData.open(tmp_path / "train.npy", items)
     towers = ModelBundle.load(case.bundle).text
     for embeddings in (
-        data.text_embeddings,
-        data.text_mining,
+        data.records["embedding"],
+        data.records["mining"],
         ModelBundle.load(tmp_path / "model").text.encode(texts),
     ):
         np.testing.assert_allclose(
@@ -121,42 +144,44 @@ def test_several_workers_and_another_mining_model_give_the_same_data(
     def work(rank: int) -> None:
         done.append(
             prepare(
-                tmp_path / "data", case, miner=case.bundle, group=ThreadGroup(rank, 3)
+                tmp_path / "train.npy",
+                case,
+                miner=case.bundle,
+                group=ThreadGroup(rank, 3),
             )
         )
 
-    # writes the table
-    prepare(tmp_path / "data", case, miner=case.bundle, should_stop=lambda: True)
     workers = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
     assert done == [True] * 3
-    check_equal(TrainingData.open(case.data), TrainingData.open(tmp_path / "data"))
-    assert (tmp_path / "data" / "text_mining.npy").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+    data = TrainingData.open(tmp_path / "train.npy", case.items)
+    check_equal(case.data, data)
+    assert "mining" in data.records.dtype.names
+    assert [path.name for path in tmp_path.iterdir()] == ["train.npy"]
 
 
 def test_a_stopped_preparation_resumes_after_its_finished_shards(
     case, tmp_path, small_shards
 ):
     finished: list[tuple[int, int]] = []
-    data = tmp_path / "data"
+    data = tmp_path / "train.npy"
     options = {"on_shard": lambda *shards: finished.append(shards)}
     assert not prepare(data, case, should_stop=lambda: len(finished) == 2, **options)
     assert not data.exists()
     assert not prepare(data, case, should_stop=lambda: len(finished) == 4, **options)
     assert prepare(data, case, **options)
     assert finished == [(number, 5) for number in range(1, 6)]
-    check_equal(TrainingData.open(case.data), TrainingData.open(data))
+    check_equal(case.data, TrainingData.open(data, case.items))
     assert prepare(data, case, should_stop=lambda: True), (
         "finished data need no preparation"
     )
 
 
 def test_a_damaged_shard_is_found_and_prepared_again(case, tmp_path, small_shards):
-    data = tmp_path / "data"
+    data = tmp_path / "train.npy"
     finished = []
     assert not prepare(
         data,
@@ -164,16 +189,9 @@ def test_a_damaged_shard_is_found_and_prepared_again(case, tmp_path, small_shard
         should_stop=lambda: len(finished) == 2,
         on_shard=lambda *_: finished.append(0),
     )
-    path = tmp_path / ".data.part" / "00000001.npz"
-    content = path.read_bytes()
-    # among the numbers
-    middle = content.index(b"text_embeddings.npy") + 400
-    path.write_bytes(
-        content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-    )
-    with pytest.raises(
-        CorruptIndexError, match=r"00000001.npz was damaged; train again"
-    ):
+    path = sorted((tmp_path / "train.parts").iterdir())[1]
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CorruptIndexError, match=r"0005.npy was damaged; train again"):
         prepare(data, case)
     prepare(data, case)
-    check_equal(TrainingData.open(case.data), TrainingData.open(data))
+    check_equal(case.data, TrainingData.open(data, case.items))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
 from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.feature_bundle import write_feature_bundle
 from edje_index.errors import ModelError
 from edje_index.indexing.image_encoder import ImageEncoder
-from edje_index.models.adapter import AdapterConfig, build_adapter
+from edje_index.models.adapter import AdapterConfig
 from edje_index.training.config import ArchitectureConfig
 from edje_index.training.start import (
-    feature_fingerprint,
     load_language_model,
     make_start,
     make_trainable,
@@ -86,14 +86,14 @@ def test_a_start_has_the_towers_of_one_and_the_words_of_the_other(
     tiny_bundle, language, tmp_path
 ):
     config = ArchitectureConfig(tokens=3, adapter_hidden=20, language_layers=2)
-    first = make_start(config, 1, model=tiny_bundle, language=language)
+    first = make_start(config, 1, tiny_bundle, language=language)
     assert first.adapter.config == AdapterConfig(
         "compressed", 3, 32, 24, 20, num_heads=2, layer_norm_eps=1e-5
     )
     assert len(first.joint.language_model.bert.encoder.layer) == 2
     assert first.joint.text_projection.out_features == first.embed_dim
-    again = make_start(config, 1, model=tiny_bundle, language=language)
-    other = make_start(config, 2, model=tiny_bundle, language=language)
+    again = make_start(config, 1, tiny_bundle, language=language)
+    other = make_start(config, 2, tiny_bundle, language=language)
     assert torch.equal(first.adapter.query, again.adapter.query)
     assert not torch.equal(first.adapter.query, other.adapter.query)
     info = first.save(tmp_path / "start")
@@ -104,18 +104,18 @@ def test_a_start_has_the_towers_of_one_and_the_words_of_the_other(
         make_start(
             ArchitectureConfig(language_layers=9),
             0,
-            model=tiny_bundle,
+            tiny_bundle,
             language=language,
         )
 
 
 def test_going_on_from_a_bundle_takes_its_adapter_where_it_fits(tiny_bundle, tmp_path):
-    first = make_start(SMALL, 1, model=tiny_bundle)
+    first = make_start(SMALL, 1, tiny_bundle)
     first.save(tmp_path / "first")
-    same = make_start(SMALL, 5, model=tiny_bundle, init=tmp_path / "first")
+    same = make_start(SMALL, 5, tiny_bundle, init=tmp_path / "first")
     assert torch.equal(same.adapter.query, first.adapter.query)
     local = ArchitectureConfig(adapter="local", adapter_hidden=20)
-    other = make_start(local, 5, model=tiny_bundle, init=tmp_path / "first")
+    other = make_start(local, 5, tiny_bundle, init=tmp_path / "first")
     assert other.adapter.config.num_tokens == 16
     assert torch.equal(
         other.joint.text_embeddings.weight, first.joint.text_embeddings.weight
@@ -131,12 +131,13 @@ def test_features_are_what_the_adapter_is_trained_on(tiny_bundle, tmp_path, adap
     """
 
     config = ArchitectureConfig(adapter=adapter, tokens=4, adapter_hidden=20)
-    start = make_start(config, 0, model=tiny_bundle)
-    whole = start.save(tmp_path / "whole")
-    info = replace(
-        start, adapter=build_adapter(start.adapter.config.features(16))
-    ).save(tmp_path / "features")
-    assert feature_fingerprint(whole, start.adapter.config) == info.encoder_fingerprint
+    start = make_start(config, 0, tiny_bundle)
+    start.save(tmp_path / "whole")
+    needed = start.adapter.config.features(16)
+    info = write_feature_bundle(
+        tiny_bundle, tmp_path / "features", needed.kind, needed.num_tokens
+    )
+    assert info.adapter == asdict(needed)
     pixels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     features, embeddings = ImageEncoder.open(
         tmp_path / "features", device="cpu"
@@ -172,7 +173,7 @@ def test_positions_reach_to_the_last_image_token_and_are_trained(
     start = make_start(
         SMALL.model_copy(update={"adapter": adapter}),
         1,
-        model=tiny_bundle,
+        tiny_bundle,
         language=language,
     )
     table = start.joint.language_model.bert.embeddings.position_embeddings.weight
@@ -192,7 +193,7 @@ def test_positions_reach_to_the_last_image_token_and_are_trained(
 
 def test_the_settings_decide_what_is_trained_and_how_captions_are_read(tiny_bundle):
     config = SMALL.model_copy(update={"dropout": 0.3, "canonical_captions": False})
-    start = make_start(config, 1, model=tiny_bundle)
+    start = make_start(config, 1, tiny_bundle)
     make_trainable(start, config, torch.device("cpu"))
     layer = start.joint.language_model.bert.encoder.layer[0]
     dropouts = [

@@ -1,0 +1,416 @@
+"""The data set of a training run: the rows of an index that have captions.
+
+The tokens of the index are the patch features on which the adapter is trained.
+Everything else that depends on a caption, for example its token ids and its embedding,
+is computed once, in shards. Each worker of the training run prepares some of the
+shards. If the run stops, finished shards are kept. The data do not depend on the number
+of workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+from torch import Tensor
+
+from edje_index.bundles.bundle import load_text_tower
+from edje_index.bundles.info import JOINT_FOLDER, read_bundle_info, verify_files
+from edje_index.captions.reading import PARTS_OF_SPLIT, is_blank
+from edje_index.inputs.tables import IMAGE_ID, SPLIT
+from edje_index.models.devices import as_tensor
+from edje_index.models.joint_inputs import (
+    MAX_TEXT_TOKENS,
+    clean_canonicalize,
+    load_joint_tokenizer,
+)
+from edje_index.training.workers import WorkerGroup
+from storage_formats.arrays import Array, Floats, Ints
+from storage_formats.atomic import fsync_paths, write_bytes_atomic
+from storage_formats.codecs import finest
+from storage_formats.errors import CorruptIndexError, TaskInterrupted, UsageError
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.rows import (
+    INDEXED,
+    iter_rows,
+    read_all_rows,
+    read_index_rows,
+)
+from storage_formats.format.source_columns import caption_columns, captions_of
+from storage_formats.reading.embeddings import IndexedEmbeddings
+from storage_formats.token_store import TokenStore
+
+SHARD_CAPTIONS = 256, 1 << 14
+"""Smallest and largest number of captions per shard. The number of captions in a shard
+changes the embeddings by rounding errors, so it does not depend on the number of
+workers.
+"""
+# Number of shards, unless `SHARD_CAPTIONS` requires fewer or more. A small dev set is
+# also divided into several shards, so that several workers prepare its captions.
+_SHARDS = 32
+
+
+@dataclass(frozen=True)
+class CaptionedRows:
+    """n images of an index, and their c captions.
+
+    Attributes:
+        index: the index.
+        rows: row id of each image, int64 [n].
+        photos: a number per image, int64 [n]. Images with the same `image_id` in the
+            index, for example crops of one photo, have the same number.
+        caption_starts: offsets of the captions of each image, int64 [n + 1]. Image i
+            has the captions ``caption_starts[i]:caption_starts[i + 1]``.
+        digest: hash of the encoder of the index, of the contents of the images, and of
+            their captions.
+    """
+
+    index: CommittedIndex
+    rows: Ints
+    photos: Ints
+    caption_starts: Ints
+    digest: str
+
+    def captions(self, first: int, end: int) -> list[list[str]]:
+        """Read the captions of the images ``first:end``."""
+        columns = caption_columns(self.index.manifest.columns)
+        table = read_index_rows(self.index, self.rows[first:end], columns)
+        return [_captions(row) for row in table.to_pylist()]
+
+
+def _captions(row: Mapping[str, Any]) -> list[str]:
+    """Return the captions of a row that are not blank."""
+    return [caption for caption in captions_of(row) if not is_blank(caption)]
+
+
+def read_captioned_rows(
+    index: CommittedIndex, split: str | None = None
+) -> tuple[CaptionedRows, list[str], dict[str, int]]:
+    """Find the images of an index that have captions.
+
+    Args:
+        split: use only rows with this value in the column `split`; None uses all rows.
+            The split "train" includes Karpathy's split "restval".
+
+    Returns:
+        The images, the content hash of each image, and the number of rows without
+        features or captions by reason.
+
+    Raises:
+        UsageError: there are no such images.
+    """
+    manifest = index.manifest
+    labels = {SPLIT, IMAGE_ID} & {column.name for column in manifest.columns}
+    columns = ["row_id", "status", "reason", "content_hash"]
+    columns += [*caption_columns(manifest.columns), *sorted(labels)]
+    parts = PARTS_OF_SPLIT.get(split or "", {split})
+    contents = hashlib.sha256()
+    contents.update(
+        f"{manifest.model['fingerprint']} {finest(manifest.spec.precisions)}".encode()
+    )
+    rows: list[int] = []
+    photos: list[int] = []
+    counts: list[int] = []
+    hashes: list[str] = []
+    left_out = Counter[str]()
+    row_of_id: dict[Any, int] = {}
+    for table in iter_rows(index, columns):
+        for row in table.to_pylist():
+            if split is not None and row.get(SPLIT) not in parts:
+                continue
+            captions = _captions(row)
+            if row["status"] != INDEXED or not captions:
+                without = "no-caption" if row["status"] == INDEXED else row["status"]
+                left_out[row["reason"] or without] += 1
+                continue
+            rows.append(row["row_id"])
+            image_id = row.get(IMAGE_ID)
+            photo = row["row_id"]
+            if image_id is not None:
+                photo = row_of_id.setdefault(image_id, photo)
+            photos.append(photo)
+            counts.append(len(captions))
+            hashes.append(row["content_hash"])
+            contents.update(json.dumps([row["content_hash"], captions]).encode())
+    if not rows:
+        of_split = "" if split is None else f" of the split '{split}'"
+        raise UsageError(
+            f"{index.location} has no images with captions{of_split}; build it from"
+            " sources with captions"
+        )
+    items = CaptionedRows(
+        index,
+        np.array(rows),
+        np.array(photos),
+        np.concatenate([[0], np.cumsum(counts)]),
+        contents.hexdigest(),
+    )
+    return items, hashes, dict(sorted(left_out.items()))
+
+
+def rows_of_contents(index: CommittedIndex, hashes: Sequence[str]) -> Ints:
+    """Return the row of `index` that stores each of n images, int64 [n].
+
+    Args:
+        hashes: content hash of each image.
+
+    Raises:
+        UsageError: `index` lacks an image.
+    """
+    table = read_all_rows(index, ["row_id", "status", "content_hash"])
+    table = table.filter(pc.equal(table["status"], INDEXED))
+    positions = pc.index_in(pa.array(hashes), value_set=table["content_hash"])
+    if missing := positions.null_count:
+        raise UsageError(
+            f"{index.location} lacks {missing:,} training images; build it from the"
+            " same images"
+        )
+    rows: Ints = table["row_id"].take(positions).to_numpy()
+    return rows
+
+
+class StoredFeatures:
+    """The patch features that `index` stores as tokens. They are read in the
+    highest-fidelity precision of the index.
+    """
+
+    def __init__(self, index: CommittedIndex) -> None:
+        self.index = index
+        self._store = TokenStore(index)
+
+    def fetch(self, rows: Ints) -> Tensor:
+        """Return the features of the k `rows`, bfloat16 [k, n, d].
+
+        Raises:
+            CorruptIndexError: a row is a hole.
+        """
+        blocks = self._store.fetch(rows)
+        holes = self._store.holes(blocks)
+        if holes.any():
+            raise CorruptIndexError(
+                f"the index {self.index.location} has no features for row"
+                f" {rows[holes][0]}",
+                remedy="verify",
+            )
+        return as_tensor(blocks)
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """n images and all their c captions.
+
+    Attributes:
+        items: the images.
+        records: what `prepare_captions` computed for each caption, a memory-mapped
+            structured array [c] with the fields
+
+            - ``key``: a number, int64. Captions with the same words have the same
+              number.
+            - ``length``: number of tokens, int32.
+            - ``tokens``: token ids without special tokens, int32 [62], padded with 0.
+              An input row without an image has room for 62 caption tokens.
+            - ``embedding``: embedding by the text tower, float32 [e].
+            - ``mining``: embedding by the mining model, float32 [e']. The field is
+              missing without a mining model.
+        mining: image embeddings by the mining model, float32 [rows, e'], and the row of
+            each image in them, int64 [n].
+    """
+
+    items: CaptionedRows
+    records: NDArray[Any]
+    mining: tuple[IndexedEmbeddings, Ints]
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        items: CaptionedRows,
+        mining: tuple[CommittedIndex, Ints] | None = None,
+    ) -> TrainingData:
+        """Memory-map the file `path` that `prepare_captions` wrote for `items`.
+
+        `mining` is the index that the mining model built, and the row of each image in
+        this index, int64 [n]. None means the index of the images.
+        """
+        index, rows = mining or (items.index, items.rows)
+        stored = IndexedEmbeddings(index.layout, index.spec, index=index)
+        return cls(items, np.load(path, mmap_mode="r"), (stored, rows))
+
+    @property
+    def images(self) -> int:
+        """Number of images."""
+        return len(self.items.rows)
+
+    def caption(self, number: int) -> list[int]:
+        """Return the token ids of caption `number`, at most 62.
+
+        An input row with image tokens has room for 61 caption tokens.
+        `JointTokenizer.truncated` truncates token ids to this number.
+        """
+        record = self.records[number]
+        ids: list[int] = record["tokens"][: record["length"]].tolist()
+        return ids
+
+    def mining_embeddings(self, images: Ints, captions: Ints) -> tuple[Floats, Floats]:
+        """Return the embeddings of images and captions by the mining model, float32 [k,
+        e'] each.
+        """
+        stored, rows = self.mining
+        names = self.records.dtype.names or ()
+        name = "mining" if "mining" in names else "embedding"
+        return stored[rows[images]], self.records[name][captions]
+
+
+def prepare_captions(
+    path: Path,
+    items: CaptionedRows,
+    bundle: Path,
+    miner: Path | None,
+    device: Any,
+    group: WorkerGroup,
+    should_stop: Callable[[], bool],
+    on_shard: Callable[[int, int], None],
+) -> bool:
+    """Write the records of the captions of `items` to the file `path`, unless an
+    earlier call wrote them. All workers must call this function.
+
+    Args:
+        path: the file, see `TrainingData.records`. It does not exist until it is
+            complete.
+        bundle: bundle with the tokenizer of the joint encoder and the text tower.
+        miner: bundle of the mining model; None if the text tower of `bundle` mines hard
+            negatives.
+        device: device of the text towers, a `torch.device`.
+        group: rank of this worker, and number of workers.
+        should_stop: called between batches. If the result is True, this worker prepares
+            no further captions.
+        on_shard: called with the number of finished shards and the number of shards.
+
+    Returns:
+        True if the file is complete, and False if `should_stop` stopped a worker. In
+        the second case, finished shards are kept.
+
+    Raises:
+        CorruptIndexError: a shard cannot be read.
+    """
+    if not group.any(not path.exists()):
+        return True
+    parts = path.with_suffix(".parts")
+    parts.mkdir(exist_ok=True)
+    # Shard s has the captions of the images ``bounds[s]:bounds[s + 1]``.
+    count = int(items.caption_starts[-1])
+    lowest, highest = SHARD_CAPTIONS
+    size = min(max(lowest, math.ceil(count / _SHARDS)), highest)
+    firsts = np.searchsorted(items.caption_starts[:-1], np.arange(0, count, size))
+    bounds = np.unique([*firsts, len(items.rows)]).tolist()
+    shards = [parts / f"{first:012d}.npy" for first in bounds[:-1]]
+    missing = [number for number, shard in enumerate(shards) if not shard.exists()]
+    # All workers must list the missing shards before a worker finishes another shard.
+    # Otherwise, the workers would divide different lists.
+    group.any(False)
+    missing = missing[group.rank :: group.size]
+    stopped = False
+    if missing:
+        towers = {}
+        canonical = read_bundle_info(bundle).canonical_captions
+        for name, model in (("embedding", bundle), ("mining", miner)):
+            if model is not None:
+                info = read_bundle_info(model)
+                verify_files(info)
+                towers[name] = load_text_tower(info, device)
+                # As in the published code, the text tower of the mining model reads
+                # captions in the same form as the tower of `bundle`.
+                towers[name].canonical = canonical
+        tokenizer = load_joint_tokenizer(bundle / JOINT_FOLDER, canonical=canonical)
+
+        def check(_activity: str, _done: int, _total: int) -> None:
+            if should_stop():
+                raise TaskInterrupted
+
+        try:
+            for number in missing:
+                groups = items.captions(bounds[number], bounds[number + 1])
+                captions = [caption for group in groups for caption in group]
+                token_ids = tokenizer.caption_ids(captions, MAX_TEXT_TOKENS - 2)
+                tokens = np.zeros((len(captions), MAX_TEXT_TOKENS - 2), np.int32)
+                for padded, ids in zip(tokens, token_ids, strict=True):
+                    padded[: len(ids)] = ids
+                columns: dict[str, Array] = {
+                    "key": np.array([_key(each, canonical) for each in captions]),
+                    "length": np.array([len(ids) for ids in token_ids], np.int32),
+                    "tokens": tokens,
+                }
+                for name, tower in towers.items():
+                    columns[name] = tower.encode(captions, on_progress=check)
+                fields = [
+                    (name, values.dtype, values.shape[1:])
+                    for name, values in columns.items()
+                ]
+                records = np.empty(len(captions), fields)
+                for name, values in columns.items():
+                    records[name] = values
+                content = io.BytesIO()
+                np.save(content, records)
+                write_bytes_atomic(shards[number], content.getvalue())
+                on_shard(sum(shard.exists() for shard in shards), len(shards))
+        except TaskInterrupted:
+            stopped = True
+    if group.any(stopped):
+        return False
+    if group.rank == 0:
+        _join_shards(shards, path, count)
+    # The other workers wait here until worker 0 has written the file.
+    group.any(False)
+    return True
+
+
+def _key(text: str, canonical: bool) -> int:
+    """Return a number that is equal for captions with the same words. For two captions
+    with different words, it is equal with probability 2**-64.
+    """
+    words = " ".join(text.lower().split()).rstrip(" .")
+    if canonical:
+        words = clean_canonicalize(text)
+    digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _join_shards(shards: Sequence[Path], path: Path, count: int) -> None:
+    """Write the `count` records of all `shards` to the file `path`, and remove the
+    shards. Memory holds one shard at a time.
+    """
+    unfinished = shards[0].with_name(path.name)
+    joined: NDArray[Any] | None = None
+    end = 0
+    for shard in shards:
+        try:
+            records = np.load(shard)
+        except (OSError, ValueError, EOFError) as error:
+            shard.unlink()
+            raise CorruptIndexError(
+                f"{shard} was damaged; train again, which prepares its captions again"
+            ) from error
+        if joined is None:
+            joined = np.lib.format.open_memmap(
+                unfinished, "w+", records.dtype, (count,)
+            )
+        joined[end : end + len(records)] = records
+        end += len(records)
+    assert joined is not None
+    joined.flush()
+    fsync_paths([unfinished])
+    unfinished.rename(path)
+    fsync_paths([path.parent])
+    shutil.rmtree(unfinished.parent, ignore_errors=True)
