@@ -273,12 +273,6 @@ class RunSettings(Settings):
     """Number of steps between evaluations on the dev captions. None: evaluate after
     every epoch. 0: never evaluate.
     """
-    keep_best: NonNegativeInt = 0
-    """Keep this number of checkpoints, those with the highest dev recall. The last two
-    checkpoints are kept too.
-    """
-    export_step: PositiveInt | None = None
-    """Write a bundle from the checkpoint of this step, without further training."""
 
     @property
     def folder(self) -> Path:
@@ -353,8 +347,6 @@ class TrainSettings(TrainConfig):
             " start with a new optimiser state and a warm-up": (
                 self.optimizer.continued and inputs.init is None
             ),
-            "run.keep_best needs inputs.dev: checkpoints are compared by recall on dev"
-            " captions": (run.keep_best > 0 and inputs.dev is None),
         }
 
 

@@ -16,7 +16,7 @@ from edje_index.models.devices import resolve_device
 from edje_index.progress import OnProgress
 from edje_index.scoring.weights import DIRECTIONS, TEXT_TO_IMAGE, DirectionWeights
 from edje_index.training.batches import BatchSource
-from edje_index.training.checkpoints import Checkpoints
+from edje_index.training.checkpoints import last_checkpoint
 from edje_index.training.dev import dev_pools
 from edje_index.training.fit_weights import WeightChoice, choose_weights
 from edje_index.training.loop import TrainTask, open_start
@@ -34,16 +34,15 @@ _OFFSET_BATCH = 16
 
 
 def finish_model(
-    task: TrainTask, step: int | None, on_progress: OnProgress
+    task: TrainTask, on_progress: OnProgress
 ) -> tuple[ModelBundle, int, dict[str, WeightChoice]]:
-    """Make a bundle from a checkpoint, and fit its final score with the settings in
-    ``task.config.fitting``.
+    """Make a bundle from the last checkpoint, and fit its final score with the settings
+    in ``task.config.fitting``.
 
     The weights of the final score are fitted to the dev captions. Without dev captions,
     the final score is the logit alone.
 
     Args:
-        step: step of the checkpoint; None means the last checkpoint.
         on_progress: called with the activity and its progress. An exception raised by
             `on_progress` stops this function.
 
@@ -62,8 +61,7 @@ def finish_model(
     cuda = torch.cuda.is_available()
     device = resolve_device(task.config.run.device if cuda else "cpu")
     bundle, source = open_start(task, WorkerGroup(), device)
-    checkpoints = Checkpoints(run_dir, task.run)
-    state = checkpoints.latest() if step is None else checkpoints.at(step)
+    state = last_checkpoint(run_dir, task.run)
     if state is None or not any(name.startswith("joint.") for name in state.weights):
         raise ModelError(
             f"{run_dir} has no checkpoint of the joint phase yet; resume the"

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
@@ -26,11 +26,11 @@ from edje_index.scoring.weights import LOGIT, ScoreWeights
 from edje_index.training.batches import BatchSource, to_device
 from edje_index.training.checkpoints import (
     DEV,
-    RECALL,
-    Checkpoints,
     TrainState,
     append_record,
     begin_log,
+    last_checkpoint,
+    save_checkpoint,
 )
 from edje_index.training.config import LoopConfig, OptimizerConfig, TrainSettings
 from edje_index.training.dataset import (
@@ -93,9 +93,9 @@ class TrainTask:
         teacher_tokens: index with the teacher's tokens, and the row of each training
             image in this index, int64 [n]. None if the teacher's adapter computes the
             tokens from the features of the batch.
-        continued: run folder, fingerprint and last step of the training run that this
-            run continues, with the same optimiser state and number of epochs; None for
-            a new optimiser.
+        continued: run folder and fingerprint of the training run that this run
+            continues, with the same optimiser state and number of epochs; None for a
+            new optimiser.
         dev: the dev images; None without a dev set.
     """
 
@@ -109,7 +109,7 @@ class TrainTask:
     mining: tuple[CommittedIndex, Ints] | None = None
     teacher: Path | None = None
     teacher_tokens: tuple[CommittedIndex, Ints] | None = None
-    continued: tuple[Path, str, int] | None = None
+    continued: tuple[Path, str] | None = None
     dev: CaptionedRows | None = None
 
     @property
@@ -168,32 +168,12 @@ def run_worker(
         ModelError: the training diverged, or a step needs more memory than the device
             has.
     """
-    run_dir = task.config.run.folder
     config = task.config
     if config.run.threads is not None or group.size > 1:
         torch.set_num_threads(config.run.threads or 1)
     device = resolve_device(config.run.device)
-
-    def write(record: Record) -> None:
-        if group.rank == 0:
-            append_record(run_dir, record)
-            on_record(record)
-
-    def report_shard(done: int, shards: int) -> None:
-        if done < shards:
-            write({"stage": -1, "phase": CAPTIONS, "step": done, "steps": shards})
-
-    prepared = [(task.data, task.items, task.miner)]
-    if task.dev is not None:
-        prepared.append((task.dev_data, task.dev, None))
-    for path, items, miner in prepared:
-        if not prepare_captions(
-            path, items, task.start, miner, device, group, should_stop, report_shard
-        ):
-            raise TrainingStopped(
-                "the training run stopped while preparing captions; finished shards are"
-                " kept"
-            )
+    run = _Run(task, group, device, should_stop, on_record)
+    run.prepare()
     start, source = open_start(task, group, device)
     teacher = None
     if task.teacher is not None:
@@ -206,26 +186,24 @@ def run_worker(
         )
         source = replace(source, teacher_tokens=bundle.block_shape[0], teacher=tokens)
     make_trainable(start, config.architecture, device)
-    state = Checkpoints(run_dir, task.run).latest()
+    state = last_checkpoint(config.run.folder, task.run)
     # Wait until all workers have read the checkpoint, before worker 0 writes another.
     group.any(False)
 
     def evaluate() -> dict[str, float]:
-        """Return the R@1 of each direction on the dev captions, and the mean of both.
-        As in the published code, candidates are sorted by the logit alone.
+        """Return the R@1 of each direction on the dev captions. As in the published
+        code, candidates are sorted by the logit alone.
         """
         assert task.dev is not None
         start.adapter.eval()
         start.joint.eval()
         dev = (task.dev, task.dev_data)
         pools = dev_pools(start, dev, config.fitting, (LOGIT,))
-        recalls = {
+        return {
             direction: float(of_direction.hits(ScoreWeights()).mean())
             for direction, of_direction in pools.items()
         }
-        return {**recalls, RECALL: sum(recalls.values()) / len(recalls)}
 
-    common = (task, group, device, should_stop, write)
     with torch.random.fork_rng(
         [torch.cuda.current_device()] if device.type == "cuda" else []
     ):
@@ -240,17 +218,14 @@ def run_worker(
                     source.features.fetch(task.items.rows[images]),
                     torch.Generator().manual_seed(config.loop.seed),
                 )
-            warmup = int(settings.steps * _ALIGNMENT_WARMUP)
             changes = {
                 "lr": settings.lr,
                 "decay": "cosine",
-                "warmup_steps": warmup,
+                "warmup_steps": int(settings.steps * _ALIGNMENT_WARMUP),
                 "adapter_lr_factor": 1.0,
             }
-            _run_phase(
-                *common,
-                state,
-                name=ALIGNMENT,
+            alignment = _Phase(
+                ALIGNMENT,
                 stage=0,
                 module=AlignmentObjective(adapter, start.joint),
                 make_batch=source.alignment(content_token_mask(start.joint.tokenizer)),
@@ -259,67 +234,41 @@ def run_worker(
                 optimization=config.optimizer.model_copy(update=changes),
                 steps_per_epoch=1,
             )
+            run.train(alignment, state)
         # A frozen adapter needs no gradients. They would take time to compute, and
         # would be part of the gradient norm.
         if not config.optimizer.adapter_lr_factor:
             start.adapter.requires_grad_(False)
-        steps_per_epoch = len(source.data.records) // config.loop.batch_size
-        every = config.run.evaluate_every
-        if every is None:
-            every = steps_per_epoch
-        previous = None
-        if task.continued is not None:
-            folder, run, last = task.continued
-            previous = Checkpoints(folder, run).at(last)
-        _run_phase(
-            *common,
-            state,
-            name=JOINT,
+        objective = JointObjective(
+            start.adapter,
+            start.joint,
+            config.objective,
+            config.loop.step_tokens,
+            teacher,
+            group.gather,
+        )
+        joint = _Phase(
+            JOINT,
             stage=1 if config.alignment.steps else 0,
-            module=JointObjective(
-                start.adapter,
-                start.joint,
-                config.objective,
-                config.loop.step_tokens,
-                teacher,
-                group.gather,
-            ),
+            module=objective,
             make_batch=source.joint,
             steps=task.steps,
             images=config.loop.batch_size,
             optimization=config.optimizer,
-            steps_per_epoch=steps_per_epoch,
-            previous=previous,
-            evaluate=evaluate,
-            evaluate_every=0 if task.dev is None else every,
+            steps_per_epoch=len(source.data.records) // config.loop.batch_size,
+            evaluate=None if task.dev is None else evaluate,
         )
+        previous = None
+        if task.continued is not None:
+            previous = last_checkpoint(*task.continued)
+        run.train(joint, state, previous)
 
 
-def _run_phase(
-    task: TrainTask,
-    group: WorkerGroup,
-    device: torch.device,
-    should_stop: Callable[[], bool],
-    write: Callable[[Record], None],
-    state: TrainState | None,
-    *,
-    name: str,
-    stage: int,
-    module: AlignmentObjective | JointObjective,
-    make_batch: Callable[[int], Any],
-    steps: int,
-    images: int,
-    optimization: OptimizerConfig,
-    steps_per_epoch: int,
-    previous: TrainState | None = None,
-    evaluate: Callable[[], dict[str, float]] = dict,
-    evaluate_every: int = 0,
-) -> None:
-    """Run the phase `name`. If `state`, the last checkpoint, belongs to this phase, run
-    only the steps after this checkpoint.
+@dataclass
+class _Phase:
+    """A phase of a training run.
 
-    Args:
-        write: adds a record to the log, on worker 0.
+    Attributes:
         stage: number of the phase, counted from 0.
         module: module to train.
         make_batch: makes a batch from the batch number, which counts from 0 in each
@@ -327,152 +276,226 @@ def _run_phase(
         images: number of images per optimiser step, over all workers.
         steps_per_epoch: number of optimiser steps per epoch. It has no effect on the
             cosine decay of the alignment phase.
-        previous: last checkpoint of the training run that this phase continues; None
-            for a new optimiser.
-        evaluate: returns recalls by name. It is called every `evaluate_every` steps, or
-            never if `evaluate_every` is 0.
+        evaluate: returns recalls by name, see ``run.evaluate_every``; None to evaluate
+            nothing.
     """
-    first = 0
-    skipped = 0
-    skips_in_row = 0
-    run_dir = task.config.run.folder
-    loop = task.config.loop
-    run = task.config.run
-    resumed = state if state is not None and state.stage == stage else None
-    if resumed is not None:
-        module.load_state_dict(resumed.weights)
-        first = resumed.step
-    module = module.to(device).train()
-    optimizer = make_optimizer(module, optimization)
-    epochs_before = None
-    if previous is not None:
-        epochs_before = int(previous.epochs)
-        continue_optimizer(optimizer, previous.optimizer)
-    if resumed is not None:
-        try:
-            optimizer.load_state_dict(resumed.optimizer)
-        except ValueError as error:
-            raise ModelError(
-                f"the optimiser state in the checkpoint of step {first} does not fit"
-                f" the parameters ({error}); resume with the version of edje-index that"
-                " wrote the checkpoint, or use another run folder"
-            ) from error
-        skipped, skips_in_row = resumed.skipped
-    if group.rank == 0:
-        begin_log(run_dir, stage, first)
 
-    # sums of the losses since the last log record
-    sums: Any = Counter()
-    started = time.monotonic()
-    waited = 0.0
-    since = first
-    dtype = resolve_dtype(loop.dtype, device)
-    on_device = batches_on_device(make_batch, device)
-    batches = ordered_map(on_device, range(first, steps), 1, 1 + _AHEAD)
-    with contextlib.closing(batches):
-        for step in range(first, steps):
-            rate = learning_rate(
-                step, steps, steps_per_epoch, optimization, epochs_before
-            )
-            for parameters in optimizer.param_groups:
-                parameters["lr"] = rate * parameters["factor"]
-            waiting_since = time.monotonic()
-            batch = next(batches)
-            waited += time.monotonic() - waiting_since
-            # Dropout and the choice of tokens use torch's random numbers. The seed is
-            # set in each step, so that a resumed training run draws the same numbers.
-            dropout = stream(loop.seed, DROPOUT, stage, step, group.rank)
-            torch.manual_seed(int(dropout.integers(2**63)))
+    name: str
+    stage: int
+    module: AlignmentObjective | JointObjective
+    make_batch: Callable[[int], Any]
+    steps: int
+    images: int
+    optimization: OptimizerConfig
+    steps_per_epoch: int
+    evaluate: Callable[[], dict[str, float]] | None = None
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The part of one worker in a training run, see `run_worker`."""
+
+    task: TrainTask
+    group: WorkerGroup
+    device: torch.device
+    should_stop: Callable[[], bool]
+    on_record: Callable[[Record], None]
+
+    def write(self, record: Record) -> None:
+        """Add a record to the log, on worker 0."""
+        if self.group.rank == 0:
+            append_record(self.task.config.run.folder, record)
+            self.on_record(record)
+
+    def prepare(self) -> None:
+        """Prepare the training captions and the dev captions."""
+        task = self.task
+
+        def report(done: int, shards: int) -> None:
+            if done < shards:
+                position = {"stage": -1, "phase": CAPTIONS}
+                self.write({**position, "step": done, "steps": shards})
+
+        prepared = [(task.data, task.items, task.miner)]
+        if task.dev is not None:
+            prepared.append((task.dev_data, task.dev, None))
+        common = (self.device, self.group, self.should_stop, report)
+        for path, items, miner in prepared:
+            if not prepare_captions(path, items, task.start, miner, *common):
+                raise TrainingStopped(
+                    "the training run stopped while preparing captions; finished shards"
+                    " are kept"
+                )
+
+    def train(
+        self,
+        phase: _Phase,
+        state: TrainState | None,
+        previous: TrainState | None = None,
+    ) -> None:
+        """Run a phase. If `state`, the last checkpoint, belongs to this phase, run only
+        the steps after this checkpoint.
+
+        `previous` is the last checkpoint of the training run that this phase continues;
+        None for a new optimiser.
+        """
+        group = self.group
+        steps = phase.steps
+        loop = self.task.config.loop
+        run = self.task.config.run
+        evaluate_every = run.evaluate_every
+        if evaluate_every is None:
+            evaluate_every = phase.steps_per_epoch
+        first = 0
+        skipped = 0
+        skips_in_row = 0
+        resumed = state if state is not None and state.stage == phase.stage else None
+        if resumed is not None:
+            phase.module.load_state_dict(resumed.weights)
+            first = resumed.step
+        module = phase.module.to(self.device).train()
+        optimizer = make_optimizer(module, phase.optimization)
+        epochs_before = None
+        if previous is not None:
+            epochs_before = int(previous.epochs)
+            continue_optimizer(optimizer, previous.optimizer)
+        if resumed is not None:
             try:
-                losses = module.backward(batch, dtype)
-            except torch.OutOfMemoryError as error:
+                optimizer.load_state_dict(resumed.optimizer)
+            except ValueError as error:
                 raise ModelError(
-                    f"step {step + 1} of the {name} phase needs more memory than the"
-                    " device has; lower run.chunk_pairs, or alignment.batch_size in the"
-                    " alignment phase, and train again"
+                    f"the optimiser state in the checkpoint of step {first} does not"
+                    f" fit the parameters ({error}); resume with the version of"
+                    " edje-index that wrote the checkpoint, or use another run folder"
                 ) from error
-            trained = [part for part in module.parameters() if part.grad is not None]
-            gradients = [part.grad for part in trained if part.grad is not None]
-            group.average(gradients)
-            norm = nn.utils.get_total_norm(gradients)
-            if optimization.clip_norm:
-                nn.utils.clip_grads_with_norm_(trained, optimization.clip_norm, norm)
-            is_bad = group.any(not bool(torch.isfinite(norm)))
-            if not is_bad:
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            sums.update({**losses, "gradient": norm})
-            skipped += is_bad
-            skips_in_row = skips_in_row + 1 if is_bad else 0
-            done = step + 1
-            # A short phase may end before `MAX_BAD_STEPS` steps in a row are skipped.
-            # So a phase also fails if it ends with more than `few` skipped steps.
-            few = max(steps // 100, min(steps - 1, 1))
-            has_diverged = done == steps and skips_in_row > few
-            if has_diverged or skips_in_row >= MAX_BAD_STEPS:
-                raise ModelError(
-                    f"{skips_in_row} steps in a row had no finite gradient, up to step"
-                    f" {done} of the {name} phase; train again in a new run folder with"
-                    " a lower optimizer.lr, a higher optimizer.warmup_steps, or"
-                    " loop.dtype float32"
+            skipped, skips_in_row = resumed.skipped
+        if group.rank == 0:
+            begin_log(run.folder, phase.stage, first)
+
+        # sums of the losses since the last log record
+        sums: Any = Counter()
+        started = time.monotonic()
+        waited = 0.0
+        since = first
+        dtype = resolve_dtype(loop.dtype, self.device)
+        on_device = batches_on_device(phase.make_batch, self.device)
+        batches = ordered_map(on_device, range(first, steps), 1, 1 + _AHEAD)
+        with contextlib.closing(batches):
+            for step in range(first, steps):
+                rate = learning_rate(
+                    step,
+                    steps,
+                    phase.steps_per_epoch,
+                    phase.optimization,
+                    epochs_before,
                 )
-            position = {"stage": stage, "phase": name, "step": done, "steps": steps}
-            stop = group.any(should_stop())
-            is_evaluated = evaluate_every > 0 and done % evaluate_every == 0
-            if is_evaluated:
-                if group.rank == 0:
-                    write({**position, "phase": DEV, **evaluate()})
-                    module.train()
-                # The other workers wait here while worker 0 evaluates.
-                group.any(False)
-            # The first step is logged too, so that a progress display can estimate the
-            # remaining time.
-            if done % run.log_every == 0 or done in (first + 1, steps):
-                means = group.mean(
-                    {loss: total / (done - since) for loss, total in sums.items()}
-                )
-                seconds = time.monotonic() - started
-                write(
-                    {
+                for parameters in optimizer.param_groups:
+                    parameters["lr"] = rate * parameters["factor"]
+                waiting_since = time.monotonic()
+                batch = next(batches)
+                waited += time.monotonic() - waiting_since
+                # Dropout and the choice of tokens use torch's random numbers. The seed
+                # is set in each step, so that a resumed training run draws the same
+                # numbers.
+                dropout = stream(loop.seed, DROPOUT, phase.stage, step, group.rank)
+                torch.manual_seed(int(dropout.integers(2**63)))
+                losses, is_bad = self.step(phase, optimizer, batch, dtype)
+                sums.update(losses)
+                skipped += is_bad
+                skips_in_row = skips_in_row + 1 if is_bad else 0
+                done = step + 1
+                # A short phase may end before `MAX_BAD_STEPS` steps in a row are
+                # skipped. So a phase also fails if it ends with more than `few` skipped
+                # steps.
+                few = max(steps // 100, min(steps - 1, 1))
+                has_diverged = done == steps and skips_in_row > few
+                if has_diverged or skips_in_row >= MAX_BAD_STEPS:
+                    raise ModelError(
+                        f"{skips_in_row} steps in a row had no finite gradient, up to"
+                        f" step {done} of the {phase.name} phase; train again in a new"
+                        " run folder with a lower optimizer.lr, a higher"
+                        " optimizer.warmup_steps, or loop.dtype float32"
+                    )
+                position = {"stage": phase.stage, "step": done, "steps": steps}
+                stop = group.any(self.should_stop())
+                if phase.evaluate and evaluate_every and done % evaluate_every == 0:
+                    if group.rank == 0:
+                        self.write({**position, "phase": DEV, **phase.evaluate()})
+                        module.train()
+                    # The other workers wait here while worker 0 evaluates.
+                    group.any(False)
+                # The first step is logged too, so that a progress display can estimate
+                # the remaining time.
+                if done % run.log_every == 0 or done in (first + 1, steps):
+                    count = done - since
+                    seconds = time.monotonic() - started
+                    record = {
                         **position,
+                        "phase": phase.name,
                         "lr": rate,
-                        **means,
-                        "images_per_second": (done - since) * images / seconds,
-                        "step_seconds": seconds / (done - since),
+                        **group.mean({name: sums[name] / count for name in sums}),
+                        "images_per_second": count * phase.images / seconds,
+                        "step_seconds": seconds / count,
                         "seconds": seconds,
                         "data_wait": waited,
                         "skipped": skipped,
                     }
-                )
-                sums = Counter()
-                started = time.monotonic()
-                waited = 0.0
-                since = done
-            keeps = is_evaluated and run.keep_best > 0
-            if stop or keeps or done % run.checkpoint_every == 0 or done == steps:
-                if group.rank == 0:
-                    weights = {
-                        key: tensor.detach().cpu()
-                        for key, tensor in module.state_dict().items()
-                    }
-                    epochs = round((epochs_before or 0) + done / steps_per_epoch, 6)
-                    saved = TrainState(
-                        task.run,
-                        stage,
-                        done,
-                        epochs,
-                        weights,
-                        optimizer.state_dict(),
-                        (skipped, skips_in_row),
+                    self.write(record)
+                    sums = Counter()
+                    started = time.monotonic()
+                    waited = 0.0
+                    since = done
+                if stop or done % run.checkpoint_every == 0 or done == steps:
+                    if group.rank == 0:
+                        epochs = (epochs_before or 0) + done / phase.steps_per_epoch
+                        weights = module.state_dict()
+                        saved = TrainState(
+                            self.task.run,
+                            phase.stage,
+                            done,
+                            round(epochs, 6),
+                            {name: weights[name].detach().cpu() for name in weights},
+                            optimizer.state_dict(),
+                            (skipped, skips_in_row),
+                        )
+                        save_checkpoint(run.folder, saved)
+                    # The other workers wait until the checkpoint is written.
+                    group.any(False)
+                if stop and done < steps:
+                    raise TrainingStopped(
+                        f"the training run stopped after step {done} of {steps} of the"
+                        f" {phase.name} phase"
                     )
-                    Checkpoints(run_dir, task.run).save(saved, run.keep_best)
-                # The other workers wait until the checkpoint is written.
-                group.any(False)
-            if stop and done < steps:
-                raise TrainingStopped(
-                    f"the training run stopped after step {done} of {steps} of the"
-                    f" {name} phase"
-                )
+
+    def step(
+        self,
+        phase: _Phase,
+        optimizer: torch.optim.Optimizer,
+        batch: Any,
+        dtype: torch.dtype,
+    ) -> tuple[dict[str, Tensor], bool]:
+        """Run one optimiser step. Return the losses and the norm of the gradient by
+        name, and whether the step was skipped, because its gradient is not finite.
+        """
+        try:
+            losses = phase.module.backward(batch, dtype)
+        except torch.OutOfMemoryError as error:
+            raise ModelError(
+                f"a step of the {phase.name} phase needs more memory than the device"
+                " has; lower run.chunk_pairs, or alignment.batch_size in the alignment"
+                " phase, and train again"
+            ) from error
+        trained = [part for part in phase.module.parameters() if part.grad is not None]
+        gradients = [part.grad for part in trained if part.grad is not None]
+        self.group.average(gradients)
+        norm = nn.utils.get_total_norm(gradients)
+        if clip_norm := phase.optimization.clip_norm:
+            nn.utils.clip_grads_with_norm_(trained, clip_norm, norm)
+        is_bad = self.group.any(not bool(torch.isfinite(norm)))
+        if not is_bad:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return {**losses, "gradient": norm}, is_bad
 
 
 def batches_on_device(

@@ -339,22 +339,6 @@ def test_dev_images_that_are_trained_on_or_have_other_features_are_refused(
     assert not (tmp_path / "out.run").exists()
 
 
-def test_a_checkpoint_of_an_evaluation_is_exported(case, tmp_path):
-    settings = ("run.keep_best=2", "loop.steps=4", "run.evaluate_every=2")
-    run_here(*with_dev(case, tmp_path / "out", *settings))
-    recalls = {
-        record["step"]: record["t2i"]
-        for record in read_log(tmp_path / "out.run")
-        if record["phase"] == "dev"
-    }
-    assert list(recalls) == [2, 4]
-    chosen = ("run.export_step=2", f"run.dir={tmp_path}/out.run")
-    result = run_here(*with_dev(case, tmp_path / "chosen", *settings, *chosen))
-    assert result["steps"] == 2
-    assert result["dev"]["images"]["logit_recall"] == recalls[2]
-    assert weights(tmp_path / "chosen") != weights(tmp_path / "out")
-
-
 @pytest.mark.slow
 def test_a_student_learns_from_a_teacher(case, tmp_path):
     teacher = tmp_path / "teacher"

@@ -82,11 +82,6 @@ def run_training(
     run = settings.run
     inputs = settings.inputs
     with locked(run.folder), resumable(run.folder):
-        if run.export_step and not (run.folder / "checkpoints").is_dir():
-            raise UsageError(
-                f"{run.folder} has no checkpoint to export; set run.dir to the folder"
-                " of a training run"
-            )
         on_event(StatusMessage("reading captions"))
         index = open_index(inputs.index)
         features = matching_bundle(index, inputs.model)
@@ -114,7 +109,7 @@ def run_training(
                 teacher_index = open_index(inputs.teacher_features)
                 matching_bundle(teacher_index, teacher)
                 teacher_tokens = teacher_index, rows_of_contents(teacher_index, hashes)
-        continued = _last_step(settings)
+        continued = _continued_run(settings)
         start = _begin_run(settings, features, record)
         task = TrainTask(
             settings,
@@ -131,9 +126,8 @@ def run_training(
             continued=continued,
             dev=dev,
         )
-        if run.export_step is None:
-            on_event(StatusMessage(f"training on {counted(count, 'caption')}"))
-            _run_steps(task, on_event, should_stop)
+        on_event(StatusMessage(f"training on {counted(count, 'caption')}"))
+        _run_steps(task, on_event, should_stop)
         return _write_bundle(task, left_out, on_event, should_stop, started)
 
 
@@ -309,10 +303,10 @@ def _read_result(folder: Path) -> TrainResult | None:
         ) from error
 
 
-def _last_step(settings: TrainSettings) -> tuple[Path, str, int] | None:
-    """Return the run folder, the fingerprint and the last step of the training run that
-    made the initial bundle; None if the run is not continued. The run folder is the
-    directory BUNDLE.run beside the bundle.
+def _continued_run(settings: TrainSettings) -> tuple[Path, str] | None:
+    """Return the run folder and the fingerprint of the training run that made the
+    initial bundle; None if the run is not continued. The run folder is the directory
+    BUNDLE.run beside the bundle.
 
     Raises:
         UsageError: the run folder is missing, or belongs to another bundle.
@@ -327,7 +321,7 @@ def _last_step(settings: TrainSettings) -> tuple[Path, str, int] | None:
             f"{folder} is not the folder of the run that made {bundle}, so its"
             " optimiser cannot continue; set optimizer.continued to false"
         )
-    return folder, result.run, result.steps
+    return folder, result.run
 
 
 def _check_teacher(
@@ -395,8 +389,7 @@ def _write_bundle(
     should_stop: ShouldStop,
     started: float,
 ) -> TrainResult:
-    """Write the bundle of the last checkpoint, or of the step to export. Unless a step
-    is exported, also write the result to the run folder.
+    """Write the bundle of the last checkpoint, and the result to the run folder.
 
     Args:
         left_out: number of rows that were not used, by reason.
@@ -413,7 +406,7 @@ def _write_bundle(
             )
         on_event(Progress(activity, done, total))
 
-    bundle, steps, choices = finish_model(task, run.export_step, progress)
+    bundle, steps, choices = finish_model(task, progress)
     images = len(task.items.rows)
     captions = int(task.items.caption_starts[-1])
     distilled = ""
@@ -456,8 +449,7 @@ def _write_bundle(
         # `save` calls this function before the bundle appears at its path, so that no
         # bundle is ever without a record. Such a bundle would look like the bundle of
         # another run.
-        if run.export_step is None:
-            write_json_atomic(run.folder / "result.json", asdict(result(info)))
+        write_json_atomic(run.folder / "result.json", asdict(result(info)))
 
     return result(replace(bundle, notes=notes).save(run.out, record))
 

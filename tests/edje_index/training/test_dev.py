@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from edje_index.errors import ModelError
 from edje_index.models.devices import to_bf16_array
-from edje_index.training.checkpoints import DEV, Checkpoints, read_log
+from edje_index.training.checkpoints import DEV, last_checkpoint, read_log
 from edje_index.training.config import FittingConfig
 from edje_index.training.dataset import StoredFeatures
 from edje_index.training.dev import dev_pools
 from edje_index.training.finish import finish_model
 from edje_index.training.fit_weights import choose_weights
-from edje_index.training.loop import TrainingStopped, TrainTask, run_worker
+from edje_index.training.loop import TrainTask, run_worker
 from edje_index.training.pooled_similarity import fit_pooled_similarity
 from edje_index.training.start import make_start, trained_part
 from edje_index.training.workers import WorkerGroup
@@ -43,12 +42,6 @@ def task(case, run_dir: Path, **runtime: object) -> TrainTask:
     return case.task(run_dir, dev=True, **SETTINGS, **settings)
 
 
-def kept_steps(run_dir: Path) -> list[int]:
-    return sorted(
-        int(path.stem.partition("-")[2]) for path in (run_dir / "checkpoints").iterdir()
-    )
-
-
 def evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
     return {
         record["step"]: record for record in read_log(run_dir) if record["phase"] == DEV
@@ -57,8 +50,8 @@ def evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def everything(case, tmp_path_factory) -> TrainTask:
-    """A training that was evaluated every two steps and kept every checkpoint."""
-    made = task(case, tmp_path_factory.mktemp("all"), evaluate_every=2, keep_best=100)
+    """A training that was evaluated every two steps."""
+    made = task(case, tmp_path_factory.mktemp("all"), evaluate_every=2)
     run_worker(made, WorkerGroup(), lambda: False)
     return made
 
@@ -66,48 +59,23 @@ def everything(case, tmp_path_factory) -> TrainTask:
 def test_recalls_are_those_of_the_checkpoint(case, everything):
     records = evaluations(everything.config.run.folder)
     assert list(records) == [2, 4, 6]
-    for step in (2, 6):
-        _, steps, choices = finish_model(everything, step, lambda *report: None)
-        assert steps == step
-        expected = {
-            direction: choice.logit_recall for direction, choice in choices.items()
-        }
-        assert {name: records[step][name] for name in expected} == expected
-        assert records[step]["recall"] == pytest.approx(sum(expected.values()) / 2)
-    assert kept_steps(everything.config.run.folder) == [2, 4, 6]
+    _, steps, choices = finish_model(everything, lambda *report: None)
+    assert steps == 6
+    for direction, choice in choices.items():
+        assert records[6][direction] == choice.logit_recall
 
 
 def test_evaluations_do_not_change_what_is_trained(case, everything, tmp_path):
     never = task(case, tmp_path, evaluate_every=0)
     run_worker(never, WorkerGroup(), lambda: False)
     assert not evaluations(tmp_path)
-    assert kept_steps(tmp_path) == [3, 6]
     states = [
-        Checkpoints(folder, "run").latest().weights
+        last_checkpoint(folder, "run").weights
         for folder in (tmp_path, everything.config.run.folder)
     ]
     assert all(
         torch.equal(states[0][name], tensor) for name, tensor in states[1].items()
     )
-
-
-def test_the_best_are_kept_also_after_a_stop(case, everything, tmp_path):
-    made = task(case, tmp_path, evaluate_every=2, keep_best=1)
-    calls = iter([False] * 2 + [True] + [False] * 20)
-    with pytest.raises(TrainingStopped):
-        run_worker(made, WorkerGroup(), lambda: next(calls))
-    run_worker(made, WorkerGroup(), lambda: False)
-    records = evaluations(tmp_path)
-    assert {step: record["recall"] for step, record in records.items()} == {
-        step: record["recall"]
-        for step, record in evaluations(everything.config.run.folder).items()
-    }
-    best = sorted(records, key=lambda step: (records[step]["recall"], step))[-1:]
-    steps = set(kept_steps(tmp_path))
-    assert set(best) <= steps
-    assert steps <= {*best, 4, 6}
-    with pytest.raises(ModelError, match="has no checkpoint of step 1; choose one of"):
-        finish_model(made, 1, lambda *report: None)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.models.weights import read_checkpoint
 from edje_index.training import loop
-from edje_index.training.checkpoints import Checkpoints, read_log
+from edje_index.training.checkpoints import last_checkpoint, read_log
 from edje_index.training.config import PRESETS, OptimizerConfig, TrainConfig, validated
 from edje_index.training.finish import finish_model
 from edje_index.training.loop import (
@@ -47,7 +47,7 @@ class StopAfter:
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return Checkpoints(run_dir, "run").latest().weights
+    return last_checkpoint(run_dir, "run").weights
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -77,9 +77,12 @@ def test_a_stopped_training_goes_on_to_the_same_bits(case, calm, tmp_path, calls
         run_worker(task, WorkerGroup(), StopAfter(calls))
     run_worker(task, WorkerGroup(), never)
     newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
-    # damaged, so the checkpoint before is read
     newest.write_bytes(newest.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="remove this file to continue from the"):
+        run_worker(task, WorkerGroup(), never)
+    newest.unlink()
     run_worker(task, WorkerGroup(), never)
+    assert len([*(tmp_path / "checkpoints").iterdir()]) == 2
     assert same(weights(tmp_path), weights(calm))
     positions = [(record["stage"], record["step"]) for record in read_log(tmp_path)]
     assert positions == [(0, 1), (0, 2), *((1, step) for step in range(1, 7))]
@@ -99,7 +102,7 @@ def test_it_learns_and_leaves_the_tower(case, tmp_path):
     # the workers had a GPU, and this process has none
     run = task.config.run.model_copy(update={"device": "cuda"})
     task = replace(task, config=task.config.model_copy(update={"run": run}))
-    bundle, steps, _ = finish_model(task, None, lambda *report: None)
+    bundle, steps, _ = finish_model(task, lambda *report: None)
     assert steps == 30
     assert bundle.trained
     before = ModelBundle.load(task.start)
@@ -111,7 +114,7 @@ def test_it_learns_and_leaves_the_tower(case, tmp_path):
 def test_frozen_words_stay_the_language_models(case, tmp_path):
     task = case.task(tmp_path, loop__steps=2, architecture__word_embeddings="frozen")
     run_worker(task, WorkerGroup(), never)
-    after, *_ = finish_model(task, None, lambda *report: None)
+    after, *_ = finish_model(task, lambda *report: None)
     before = ModelBundle.load(task.start)
     assert torch.equal(
         after.joint.text_embeddings.weight, before.joint.text_embeddings.weight
@@ -170,7 +173,7 @@ def test_a_run_that_is_out_of_memory_goes_on_with_smaller_chunks(
 
     monkeypatch.setattr(JointObjective, "losses", small)
     run_dir = tmp_path / "small"
-    with pytest.raises(ModelError, match=r"step 1 of the joint .* run\.chunk_pairs"):
+    with pytest.raises(ModelError, match=r"a step of the joint .* run\.chunk_pairs"):
         run_worker(case.task(run_dir, architecture__dropout=0.0), WorkerGroup(), never)
     task = case.task(run_dir, architecture__dropout=0.0, run__chunk_pairs=3)
     run_worker(task, WorkerGroup(), never)
@@ -312,9 +315,7 @@ def test_fine_tuning_goes_on_with_adam_and_the_epochs_as_published(
     first = case.task(tmp_path / "first", loop__steps=steps, architecture__dropout=0.0)
     run_worker(first, WorkerGroup(), never)
     (tmp_path / "second").mkdir()
-    finish_model(first, None, lambda *report: None)[0].save(
-        tmp_path / "second" / "start"
-    )
+    finish_model(first, lambda *report: None)[0].save(tmp_path / "second" / "start")
     changes = {
         "objective__mlm_weight": 0.0,
         "objective__recovery_weight": 0.0,
@@ -322,7 +323,7 @@ def test_fine_tuning_goes_on_with_adam_and_the_epochs_as_published(
     }
     task = case.task(tmp_path / "second", architecture__dropout=0.0, **changes)
     run_worker(
-        replace(task, continued=(tmp_path / "first", "run", steps)),
+        replace(task, continued=(tmp_path / "first", "run")),
         WorkerGroup(),
         never,
     )
@@ -330,7 +331,7 @@ def test_fine_tuning_goes_on_with_adam_and_the_epochs_as_published(
     make_trainable(start, task.config.architecture, torch.device("cpu"))
     module = JointObjective(start.adapter, start.joint, first.config.objective).train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.0, weight_decay=0.05)
-    saved = Checkpoints(tmp_path / "first", "run").latest()
+    saved = last_checkpoint(tmp_path / "first", "run")
     assert saved.epochs == epochs
     groups = [{**group, "lr": rate} for group in saved.optimizer["param_groups"]]
     optimizer.load_state_dict(
@@ -338,7 +339,7 @@ def test_fine_tuning_goes_on_with_adam_and_the_epochs_as_published(
     )
     module.backward(source.joint(0))
     optimizer.step()
-    state = Checkpoints(tmp_path / "second", "run").latest()
+    state = last_checkpoint(tmp_path / "second", "run")
     assert state.epochs == pytest.approx(int(epochs) + 1 / 6, abs=1e-5)
     for name, parameter in module.state_dict().items():
         torch.testing.assert_close(
