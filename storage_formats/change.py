@@ -28,6 +28,7 @@ from storage_formats.atomic import (
     fsync_parent,
     fsync_path,
     fsync_paths,
+    json_bytes,
     make_directories,
     write_bytes_atomic,
     write_json_atomic,
@@ -454,18 +455,18 @@ class NewIndex(Change):
     class.
     """
 
-    def commit(self, manifest: Manifest) -> None:
-        """Write `index.json`. All files of `manifest` must be on disk."""
-        write_array_shapes(self.layout, manifest.spec)
-        self._begin_commit()
-        manifest.write(self.layout)
+    def commit(self, manifest: Manifest, data: bytes | None = None) -> None:
+        """Write `index.json`. All files of `manifest` must be on disk.
 
-    def commit_copy(self, data: bytes) -> None:
-        """Write `data`, the bytes of the `index.json` of the copied snapshot, as the
-        `index.json` of the new index.
+        Args:
+            data: bytes of `index.json`, if the index is a copy of another one. None
+                writes those of `manifest`.
         """
+        layout = self.layout
+        write_array_shapes(layout, manifest.spec)
         self._begin_commit()
-        write_bytes_atomic(self.layout.manifest, data, self.layout.staging)
+        data = data or json_bytes(manifest.to_json())
+        write_bytes_atomic(layout.manifest, data, layout.staging)
 
     def _remove_data(self) -> None:
         layout = self.layout

@@ -161,12 +161,11 @@ def compact(job: Job) -> Iterator[str]:
 def merge(job: Job) -> Iterator[str]:
     """Copy several indexes of the same model into one new index.
 
-    All indexes must have the same shard size and precisions. Tokens and embeddings are
-    copied, so the model is not needed. Rows of the first INDEX keep their ids. The row
-    ids of every further INDEX are increased by a constant, which the command prints for
-    each INDEX. If several indexes contain the same image, the new index keeps the row
-    from the first of them and marks the other rows as deleted. The given indexes do not
-    change.
+    All indexes must have the same precisions. Tokens and embeddings are copied, so the
+    model is not needed. Rows that are not deleted get new ids, which count from 0. The
+    rows of every further INDEX begin with a new shard. If several indexes contain the
+    same image, the new index has the row from the first of them only. The given indexes
+    do not change.
 
     Run the same command again to resume a stopped merge.
 
@@ -178,7 +177,7 @@ def merge(job: Job) -> Iterator[str]:
     for each in result.inputs:
         yield (
             f"{each['index']}: {counted(each['rows'], 'row')}, {each['duplicates']:,}"
-            f" duplicates; row ids plus {each['offset']:,}"
+            " duplicates left out"
         )
     yield (
         f"{job.given['out']}: {counted(result.rows, 'row')} in"

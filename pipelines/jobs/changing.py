@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -62,10 +63,9 @@ from storage_formats.format.manifest import (
 )
 from storage_formats.format.offset import Offset, copy_offset, write_offset
 from storage_formats.format.receipts import ShardReceipt, fingerprint
+from storage_formats.format.rows import read_shard_rows
 from storage_formats.format.source_columns import SourceColumn
-from storage_formats.format.tombstones import Tombstones
 from storage_formats.remote.urls import IndexLocation
-from storage_formats.writing.copying import count_values, with_values
 from storage_formats.writing.publish import (
     add_counts,
     new_manifest,
@@ -267,7 +267,6 @@ class NewContents:
         offset: offset block to write; None copies the offset block of the first origin,
             if there is one.
         details: members of `change` in `index.json`; empty for a build.
-        deleted: tombstones of the new index.
         edits: lines of the edits of the new index, see `Edits`.
     """
 
@@ -280,7 +279,6 @@ class NewContents:
     origins: Sequence[CommittedIndex] = ()
     offset: Offset | None = None
     details: Json = field(default_factory=dict)
-    deleted: Tombstones | None = None
     edits: pa.Table = field(default_factory=EDIT_SCHEMA.empty_table)
 
     def begin(self, change: NewIndex) -> None:
@@ -309,9 +307,7 @@ class NewContents:
         columns = self.columns
         manifests = [each.manifest for each in self.origins]
         if self.ann is None:
-            columns = with_values(
-                columns, count_values(layout, self.work.shards, columns)
-            )
+            columns = _counted(layout, self.work.shards, columns)
             ann = build_copied_ann(layout.root, spec, manifests, on_event)
         else:
             ann = new_ann(layout.root, spec, self.ann, on_event)
@@ -330,7 +326,6 @@ class NewContents:
             ann=ann,
             encoded_from=encoded_from,
             change={**self.details, "created": now()} if self.details else None,
-            deleted=self.deleted,
         )
         edits = Edits(spec.shard_size).changed(self.edits)
         manifest = replace(manifest, edits=edits.write(layout, spec))
@@ -533,6 +528,20 @@ def edited(
             edit.work.target if edit.work else None,
         ),
     )
+
+
+def _counted(
+    layout: Layout, shards: Iterable[int], columns: Sequence[SourceColumn]
+) -> tuple[SourceColumn, ...]:
+    """Return `columns` with the numbers of their values (not null) in the rows of
+    `shards`.
+    """
+    counts = Counter[str]()
+    names = [column.name for column in columns]
+    for shard in shards if names else ():
+        table = read_shard_rows(layout, shard, names, source_columns=columns)
+        counts.update({name: len(table) - table[name].null_count for name in names})
+    return tuple(replace(column, values=counts[column.name]) for column in columns)
 
 
 def rows_passing(index: CommittedIndex, where: str | None) -> Ints:

@@ -5,13 +5,12 @@ files, without the model and without decoding tokens.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
@@ -27,13 +26,10 @@ from pipelines.jobs.changing import (
     ShardWork,
     apply,
     begin_new,
-    notifier,
-    resumable,
     rows_passing,
 )
 from pipelines.jobs.hub import send_to_hub
 from pipelines.jobs.plan import (
-    SourceGroup,
     holds_clips,
     recorded_sources,
     with_sources,
@@ -53,13 +49,13 @@ from pipelines.progress.wording import counted, human_bytes
 from storage_formats.arguments import as_list
 from storage_formats.arrays import Ints
 from storage_formats.atomic import Json
-from storage_formats.change import begin_index, begin_new_index
+from storage_formats.change import begin_index
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.file_check import FileEntry
 from storage_formats.format.layout import IndexSpec, Layout, Segment
 from storage_formats.format.manifest import CommittedIndex, Counts
-from storage_formats.format.receipts import ShardReceipt
+from storage_formats.format.receipts import ShardReceipt, fingerprint
 from storage_formats.format.remote import ROOT, open_index, read_root
 from storage_formats.format.rows import (
     DUPLICATE,
@@ -70,7 +66,6 @@ from storage_formats.format.rows import (
 )
 from storage_formats.format.source_columns import MAX_COLUMNS, merge_columns
 from storage_formats.format.tombstones import (
-    Tombstones,
     check_row_ids,
     check_rows_in_use,
     live_rows,
@@ -85,7 +80,7 @@ from storage_formats.remote.urls import (
     local_path,
 )
 from storage_formats.threads import ordered_map
-from storage_formats.writing.copying import ERASED, RowCopier, ShardCopier
+from storage_formats.writing.copying import ERASED, RowCopier
 from storage_formats.writing.index_copy import (
     begin_remote_copy,
     copy_to_directory,
@@ -99,9 +94,6 @@ from storage_formats.writing.index_copy import (
 _FILES_AT_ONCE = 8
 # NumPy type of a SHA-256 in hexadecimal
 _HASH = "S64"
-# For each merged index, the result of a merge contains these members of the record in
-# `index.json`.
-_SHOWN = ("offset", "rows", "duplicates")
 
 
 @dataclass(frozen=True)
@@ -113,11 +105,11 @@ class CopyResult:
         shards: number of shards of the written index.
         snapshot: number of the copied snapshot; 0 for a merge.
         seconds: wall time of this run.
-        removed: number of rows of the copied index that were not copied.
-        duplicates: number of rows that a merge deleted, because an earlier index has
+        removed: number of rows of the copied indexes that were not copied.
+        duplicates: number of rows that a merge left out, because an earlier index has
             an image with the same bytes.
-        inputs: for each merged index, its `index`, the `offset` added to its row ids,
-            and its numbers of `rows` (including deleted rows) and `duplicates`.
+        inputs: for each merged index, its `index` and `name`, and its numbers of copied
+            `rows` and of `duplicates`.
         files: number of files of a copy, apart from `index.json`.
         copied_files: number of files that this run wrote. The other files were already
             in the destination.
@@ -181,64 +173,105 @@ def compact_index(
         27
     """
     opened = open_index(index)
-    live = live_rows(opened)
-    if not len(live):
-        raise UsageError(
-            f"cannot compact {opened.location}: all its rows are deleted; delete the"
-            " index instead"
-        )
-    sources = recorded_sources(opened.manifest)
-    return rewrite(opened, live, out, "compact", sources, on_event, should_stop)
+    return rewrite([(opened, live_rows(opened))], out, "compact", on_event, should_stop)
 
 
 def rewrite(
-    index: CommittedIndex,
-    row_ids: Ints,
+    parts: Sequence[tuple[CommittedIndex, Ints]],
     out: IndexLocation,
     kind: str,
-    sources: Iterable[SourceGroup] | None,
     on_event: OnEvent,
     should_stop: ShouldStop,
+    details: Json | None = None,
 ) -> CopyResult:
-    """Copy rows to a new index, in which they get the row ids from 0.
+    """Copy rows of one or more indexes to a new index. The rows of the first index get
+    the row ids from 0, and those of each further index the row ids from the next
+    multiple of the shard size. Column values that users set are written to the rows.
 
     Args:
-        row_ids: int64 [k], ids of the rows to copy, ascending.
+        parts: pairs (index, row ids of the rows to copy, int64 [k], ascending). The
+            rows must not be deleted. The indexes must fit, see `merge_indexes`.
         out: directory of the new index.
-        kind: kind of the change, "compact" or "copy".
-        sources: sources to record in the new index; None if they are not known.
+        kind: kind of the change, "compact", "merge" or "copy". The new index has the
+            sources of all `parts`, except after a "copy".
+        details: members of `change` in `index.json`; None for the name and the snapshot
+            of the first index.
 
     Raises:
-        UsageError: `out` is not free, or the disk is too small.
+        UsageError: there is no row to copy, `out` is not free, the new index would have
+            too many columns, or the disk is too small.
     """
     started = time.monotonic()
-    manifest = index.manifest
-    spec = replaced(manifest.spec, rows=len(row_ids), segments=())
+    manifests = [index.manifest for index, _ in parts]
+    first = manifests[0]
+    size = first.spec.shard_size
+    segments = list[Segment]()
+    moves = list[tuple[CommittedIndex, Ints, Callable[[Ints], Ints]]]()
+    for index, row_ids in parts:
+        start = -(-segments[-1].stop // size) * size if segments else 0
+        moves.append((index, row_ids, partial(renumbered, row_ids, start)))
+        if len(row_ids):
+            segments.append(Segment(start, len(row_ids)))
+    if not segments:
+        raise UsageError(
+            f"nothing is left to copy: all rows of {parts[0][0].location} are deleted"
+        )
+    spec = replaced(
+        first.spec,
+        rows=segments[-1].stop,
+        segments=tuple(segments) if len(segments) > 1 else (),
+    )
+    columns = sorted(
+        merge_columns(*(manifest.columns for manifest in manifests)),
+        key=lambda column: column.name,
+    )
+    if len(columns) > MAX_COLUMNS:
+        raise UsageError(
+            f"the new index would have {len(columns)} source columns; merge fewer"
+            f" indexes, so that the index has at most {MAX_COLUMNS}"
+        )
+    groups = [None if kind == "copy" else recorded_sources(each) for each in manifests]
+    sources = None
+    if None not in groups:
+        # Keep the order, and list each group once.
+        sources = dict.fromkeys(group for listed in groups for group in listed or ())
     identity = {
         "kind": kind,
-        "index": str(index.location),
-        "tables": [table.to_json() for table in manifest.shard_tables],
-        "edits": [file.to_json() for file in manifest.edits],
-        "rows": hashlib.sha256(row_ids.astype("<i8").tobytes()).hexdigest(),
+        "parts": [
+            {
+                "index": str(index.location),
+                "tables": [table.to_json() for table in index.manifest.shard_tables],
+                "edits": [file.to_json() for file in index.manifest.edits],
+                "rows": hashlib.sha256(row_ids.astype("<i8").tobytes()).hexdigest(),
+            }
+            for index, row_ids in parts
+        ],
     }
-    renumber = partial(renumbered, row_ids, 0)
+    settings = with_sources(first, sources)
+    if len(parts) > 1 and "inputs_digest" in settings:
+        settings["inputs_digest"] = fingerprint(identity)
+    if details is None:
+        details = {"name": parts[0][0].root.name, "snapshot": first.snapshot.number}
     with begin_new(local_path(out), kind, identity, on_event) as change:
         check_room(change.layout, spec, "a copy of")
-        copier = RowCopier(index, change.layout, spec, renumber)
-
+        rows_of_shards: dict[int, tuple[RowCopier, Ints]] = {}
+        shards = spec.shard_numbers()
+        for index, row_ids, renumber in moves:
+            copier = RowCopier(index, change.layout, spec, renumber)
+            for of_shard in np.split(row_ids, range(size, len(row_ids), size)):
+                if len(of_shard):
+                    rows_of_shards[next(shards)] = (copier, of_shard)
         contents = NewContents(
             spec,
-            copying(copier, spec, list(spec.shard_numbers()), row_ids, identity),
-            manifest.model,
-            with_sources(manifest, sources),
-            manifest.columns,
-            origins=[index],
-            details={
-                "kind": kind,
-                "name": index.root.name,
-                "snapshot": manifest.snapshot.number,
-            },
-            edits=index.edits.moved(renumber),
+            copying(rows_of_shards, identity),
+            first.model,
+            settings,
+            tuple(columns),
+            origins=[index for index, _ in parts],
+            details={"kind": kind, **details},
+            edits=pa.concat_tables(
+                index.edits.moved(renumber) for index, _, renumber in moves
+            ),
         )
         applied = apply(change, contents, on_event, should_stop)
     files = [file for receipt in applied.receipts for file in receipt.files]
@@ -249,11 +282,11 @@ def rewrite(
         for file in receipt.files
     ]
     return CopyResult(
-        rows=spec.rows,
+        rows=spec.used_rows,
         shards=spec.used_shards,
-        snapshot=manifest.snapshot.number,
+        snapshot=first.snapshot.number if len(parts) == 1 else 0,
         seconds=time.monotonic() - started,
-        removed=manifest.spec.used_rows - spec.rows,
+        removed=sum(each.spec.used_rows for each in manifests) - spec.used_rows,
         files=len(files),
         copied_files=len(copied),
         copied_bytes=sum(entry.bytes for entry in copied),
@@ -303,14 +336,13 @@ def erasure(index: CommittedIndex, edit: Edit) -> Edit:
     source = replaced(readable, manifest=replaced(readable.manifest, edits=()))
     target = Layout(index.layout.erased)
     copier = RowCopier(source, target, spec, lambda row_ids: row_ids, deleted)
-
+    rows_of_shards = {
+        shard: (copier, np.array(spec.shard_rows(shard), np.int64)) for shard in rows
+    }
     return replaced(
         edit,
         details={**edit.details, "erased": len(erased)},
-        work=replaced(
-            copying(copier, spec, list(rows), range(spec.rows), identity),
-            target=target,
-        ),
+        work=replaced(copying(rows_of_shards, identity), target=target),
         erases=True,
         counts=Counts(
             0,
@@ -323,18 +355,13 @@ def erasure(index: CommittedIndex, edit: Edit) -> Edit:
 
 
 def copying(
-    copier: RowCopier,
-    spec: IndexSpec,
-    shards: Sequence[int],
-    row_ids: Ints | range,
-    identity: Json,
+    rows_of_shards: Mapping[int, tuple[RowCopier, Ints]], identity: Json
 ) -> ShardWork:
     """Return the work that copies rows. The tasks run in this process.
 
     Args:
-        spec: shape of the index that is written.
-        shards: numbers of the shards to write.
-        row_ids: for each row of `spec`, the id of the row to copy.
+        rows_of_shards: for each shard to write, its copier, and the ids of the rows to
+            copy.
         identity: see `ShardWork`.
     """
 
@@ -343,18 +370,21 @@ def copying(
         _: object,
         should_stop: ShouldStop,
     ) -> ShardReceipt:
-        rows = spec.shard_rows(task.shard)
-        of_shard = np.asarray(row_ids[rows.start : rows.stop])
-        return copier.copy(task.shard, of_shard, task.plan, should_stop)
+        copier, row_ids = rows_of_shards[task.shard]
+        return copier.copy(task.shard, row_ids, task.plan, should_stop)
+
+    def close() -> None:
+        for copier in {copier for copier, _ in rows_of_shards.values()}:
+            copier.close()
 
     return ShardWork(
         "copying",
-        shards,
-        sum(len(spec.shard_rows(shard)) for shard in shards),
+        list(rows_of_shards),
+        sum(len(row_ids) for _, row_ids in rows_of_shards.values()),
         identity,
         CopyTask,
         lambda: copy,
-        close=copier.close,
+        close=close,
     )
 
 
@@ -447,7 +477,7 @@ def copy_index(
                 "no row is selected; choose other rows or another filter",
                 parameter="where",
             )
-        return rewrite(opened, chosen, out, "copy", None, on_event, should_stop)
+        return rewrite([(opened, chosen)], out, "copy", on_event, should_stop)
     files = list(files_to_copy(opened))
     on_event(
         StatusMessage(
@@ -504,11 +534,7 @@ def copy_index(
         data = manifest_bytes(opened)
         request = {"manifest": hashlib.sha256(data).hexdigest()}
         root = local_path(out)
-        notify = notifier(on_event)
-        with (
-            begin_new_index(root, "copy", request, notify=notify) as new,
-            resumable(root),
-        ):
+        with begin_new(root, "copy", request, on_event) as new:
             begin_index(root, spec)
             # A stopped copy keeps its files only if it has a receipt or a plan.
             # This copy writes no receipts, so it stores a plan.
@@ -519,7 +545,7 @@ def copy_index(
                 on_event,
                 should_stop,
             )
-            new.commit_copy(data)
+            new.commit(manifest, data)
     return CopyResult(
         rows=count,
         shards=spec.used_shards,
@@ -569,10 +595,9 @@ def merge_indexes(
     """Copy several indexes of the same model into a new index, as `edje-index merge`
     does. The model is not needed.
 
-    The rows of the first index keep their ids. For each further index, a constant is
-    added to its row ids. If an earlier index has an image with the same bytes, the row
-    of the later image is deleted in the new index. Call the function again to resume a
-    stopped merge. The other arguments are those of `build_index`.
+    All rows that are not deleted are copied, see `rewrite`. If an earlier index has an
+    image with the same bytes, the row of the later image is left out. Call the function
+    again to resume a stopped merge. The other arguments are those of `build_index`.
 
     Args:
         indexes: directories of the indexes, in the order of their rows.
@@ -580,7 +605,7 @@ def merge_indexes(
 
     Raises:
         UsageError: an index does not exist, the indexes differ in model, block shape,
-            shard size, precisions or frames per clip, or `out` is not free.
+            precisions or frames per clip, `out` is not free, or the disk is too small.
         JobStopped: the merge stopped early, or a file is damaged. Finished shards are
             kept.
         EdjeError: another process is writing the index at `out`.
@@ -594,144 +619,45 @@ def merge_indexes(
         >>> merge_indexes(["photos.edje", "copy.edje"], "all.edje").duplicates
         6
     """
-    started = time.monotonic()
     paths = as_list(indexes, "indexes", "paths")
     opened = [CommittedIndex.open(local_path(each)) for each in paths]
     _refuse_different(opened)
-    root = local_path(out)
-    states = [
-        {
-            "root": str(each.root),
-            "tables": [table.to_json() for table in each.manifest.shard_tables],
-            "snapshot": asdict(each.manifest.snapshot),
-        }
-        for each in opened
-    ]
-    identity = {"kind": "merge", "indexes": states}
-    with begin_new(root, "merge", identity, on_event) as change:
-        copy = merging(opened, change.layout, identity, on_event)
-        applied = apply(change, copy, on_event, should_stop)
-    manifest = applied.manifest
-    inputs = [
-        {"index": str(each), **{name: values[name] for name in _SHOWN}}
-        for each, values in zip(indexes, copy.details["inputs"], strict=True)
-    ]
-    return CopyResult(
-        rows=manifest.counts.inputs - manifest.snapshot.deleted_rows,
-        shards=len(applied.receipts),
-        snapshot=manifest.snapshot.number,
-        seconds=time.monotonic() - started,
-        duplicates=sum(each["duplicates"] for each in inputs),
-        inputs=inputs,
-    )
-
-
-def merging(
-    indexes: Sequence[CommittedIndex],
-    target: Layout,
-    identity: Json,
-    on_event: OnEvent,
-) -> NewContents:
-    """Return the contents of an index with all rows of `indexes`. See `merge_indexes`.
-
-    Raises:
-        UsageError: the new index would have too many columns.
-    """
-    manifests = [each.manifest for each in indexes]
-    first = manifests[0].spec
-    size = first.shard_size
-    segments = list[Segment]()
-    # For each shard of the new index, by its number: the copier, and the number that
-    # the copied shard has in the old index
-    origins: dict[int, tuple[ShardCopier, int]] = {}
+    on_event(StatusMessage("looking for duplicates"))
+    parts = list[tuple[CommittedIndex, Ints]]()
     inputs = list[Json]()
-    deleted = Tombstones()
-    edits = list[pa.Table]()
     # Content hashes of the indexed rows of all indexes before the index `each`, sorted.
     # The last item is larger than any hash, so that every hash has a position.
     earlier_hashes: NDArray[np.bytes_] = np.array([b"\xff"], _HASH)
-    on_event(StatusMessage("looking for duplicates"))
-    for each in indexes:
-        spec = each.spec
-        old_first = spec.used_segments[0].first_row
-        new_first = -(-segments[-1].stop // size) * size if segments else 0
-        offset = new_first - old_first
-        segments += [
-            Segment(segment.first_row + offset, segment.rows)
-            for segment in spec.used_segments
-        ]
-        copier = ShardCopier(each, offset, target)
-        for shard in spec.shard_numbers():
-            origins[shard + offset // size] = (copier, shard)
-        repeated = [np.empty(0, np.int64)]
+    for each in opened:
+        kept = [np.empty(0, np.int64)]
         contents = [earlier_hashes]
         for table in iter_rows(each, ["row_id", "content_hash", "status"]):
             digits = table["content_hash"].fill_null("").to_pylist()
             hashes = np.array(digits, _HASH)
             at_or_after = earlier_hashes[np.searchsorted(earlier_hashes, hashes)]
             is_known = (hashes == at_or_after) & (hashes != b"")
-            repeated.append(table["row_id"].to_numpy()[is_known])
+            kept.append(table["row_id"].to_numpy()[~is_known])
             contents.append(hashes[table["status"].to_numpy() == INDEXED])
         earlier_hashes = np.unique(np.concatenate(contents))
-        rows = np.concatenate(repeated)
-        edits.append(each.edits.moved(functools.partial(np.add, offset)))
-        deleted_rows = np.concatenate([each.deleted.row_ids, rows])
-        deleted = deleted.with_rows(deleted_rows + offset)
+        row_ids = np.concatenate(kept)
+        live = each.spec.used_rows - each.manifest.snapshot.deleted_rows
+        parts.append((each, row_ids))
         inputs.append(
             {
                 "name": each.root.name,
-                "first_row": new_first,
-                "offset": offset,
-                "rows": spec.used_rows,
-                "duplicates": len(rows),
+                "rows": len(row_ids),
+                "duplicates": live - len(row_ids),
             }
         )
-    columns = merge_columns(*(manifest.columns for manifest in manifests))
-    if len(columns) > MAX_COLUMNS:
-        raise UsageError(
-            f"the merged index would have {len(columns)} source columns; merge fewer"
-            f" indexes, so that the index has at most {MAX_COLUMNS}"
-        )
-    groups = [recorded_sources(manifest) for manifest in manifests]
-    all_groups = None
-    if None not in groups:
-        # Keep the order, and list each group once.
-        all_groups = dict.fromkeys(
-            group for of_index in groups for group in of_index or ()
-        )
-    settings = with_sources(manifests[0], all_groups)
-    digests = [manifest.settings.get("inputs_digest") for manifest in manifests]
-    if None not in digests:
-        text = " ".join(map(str, digests))
-        settings["inputs_digest"] = hashlib.sha256(text.encode()).hexdigest()
-
-    spec = replaced(first, rows=segments[-1].stop, segments=tuple(segments))
-
-    def copy(
-        task: CopyTask,
-        _: object,
-        should_stop: ShouldStop,
-    ) -> ShardReceipt:
-        copier, shard = origins[task.shard]
-        return copier.copy_shard(shard, task.plan)
-
-    return NewContents(
-        spec,
-        ShardWork(
-            "copying",
-            list(origins),
-            spec.used_rows,
-            identity,
-            CopyTask,
-            lambda: copy,
-        ),
-        manifests[0].model,
-        settings,
-        tuple(sorted(columns, key=lambda column: column.name)),
-        origins=indexes,
-        details={"kind": "merge", "inputs": inputs},
-        deleted=deleted,
-        edits=pa.concat_tables(edits),
+    details = {"inputs": inputs}
+    result = rewrite(parts, out, "merge", on_event, should_stop, details)
+    return replaced(
+        result,
+        duplicates=sum(each["duplicates"] for each in inputs),
+        inputs=[
+            {**each, "index": str(path)}
+            for each, path in zip(inputs, paths, strict=True)
+        ],
     )
 
 
@@ -778,7 +704,6 @@ def _properties(index: CommittedIndex) -> dict[str, str]:
         "encoder fingerprint": str(manifest.model["fingerprint"]),
         "block shape": " x ".join(map(str, spec.block_shape)),
         "width of embeddings": str(spec.embed_dim),
-        "rows per shard": str(spec.shard_size),
         "precisions": ", ".join(sorted(spec.precisions)),
         "offset block": offset,
         "frames per clip": frames,

@@ -1,29 +1,17 @@
-"""Copies of rows and of whole shards. Records are copied without decoding.
-
-Compactions, copies of a part of an index, and erasures copy rows. Merges copy whole
-shards.
+"""Copies of rows: compactions, merges, copies of a part of an index, and erasures.
+Records are copied without decoding.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pyarrow as pa
 
 from storage_formats.arrays import Floats, Ints
-from storage_formats.atomic import naming
-from storage_formats.errors import CorruptIndexError, TaskInterrupted, cannot_read
-from storage_formats.format.checksum import crc32c_file
+from storage_formats.errors import TaskInterrupted
 from storage_formats.format.committed_files import CommittedFiles
-from storage_formats.format.file_check import FileEntry, difference, refuse
-from storage_formats.format.index_files import IndexFile
 from storage_formats.format.layout import EMBEDDING_FILE, IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.receipts import ShardReceipt
@@ -33,14 +21,11 @@ from storage_formats.format.rows import (
     INDEXED,
     RowEntry,
     read_index_rows,
-    read_shard_rows,
     rows_table,
 )
-from storage_formats.format.source_columns import SourceColumn
 from storage_formats.format.tombstones import Tombstones
 from storage_formats.reading.embeddings import read_shard_embeddings
 from storage_formats.reading.memory import aligned_bytes
-from storage_formats.shard_check import shard_paths
 from storage_formats.token_store import TokenStore
 from storage_formats.writing.shard_writer import ShardWriter
 
@@ -155,68 +140,6 @@ class RowCopier:
             values[indexed[of_shard]] = stored[positions[of_shard]]
 
 
-class ShardCopier:
-    """Copies whole shards to another index, and adds the same number to all row ids. If
-    the file system can, the copies of token files, checksum files and embedding files
-    share the disk blocks of the originals.
-
-    Args:
-        source: index to read.
-        offset: number that is added to the row ids, a multiple of the shard size. It
-            may be negative.
-        target: layout of the index to write.
-    """
-
-    def __init__(self, source: CommittedIndex, offset: int, target: Layout) -> None:
-        self._source = source
-        self._offset = offset
-        self._target = target
-        self._entries = {file.path: file for _, file in source.shard_files()}
-
-    def copy_shard(self, shard: int, plan: str) -> ShardReceipt:
-        """Copy and commit the files of one shard. Return the receipt, which is also
-        written.
-
-        Args:
-            shard: number of the shard in the source.
-            plan: fingerprint of the copy, which is stored in the receipt.
-        """
-        spec = self._source.spec
-        source = self._source.layout
-        moved = shard + self._offset // spec.shard_size
-        old_rows, *old_paths = shard_paths(source, spec, shard)
-        _, *paths = shard_paths(self._target, spec, moved)
-        with ShardWriter(self._target.root, spec, moved, ()) as writer:
-            for number, (old, new) in enumerate(zip(old_paths, paths, strict=True)):
-                entry = self._entry(old)
-                copy_file(source.root, entry, writer.path(str(number)))
-                writer.add(str(number), replace(entry, path=new))
-            table = read_shard_rows(
-                source,
-                shard,
-                None,
-                self._entry(old_rows),
-                self._source.manifest.columns,
-                self._source.edits,
-            )
-            originals = table["duplicate_of"].fill_null(-1).to_numpy() + self._offset
-            rows = spec.shard_rows(shard)
-            table = with_row_ids(
-                table,
-                range(rows.start + self._offset, rows.stop + self._offset),
-                originals.tolist(),
-            )
-            return writer.commit_rows(table, plan)
-
-    def _entry(self, path: str) -> FileEntry:
-        if path not in self._entries:
-            root = self._source.root
-            raise CorruptIndexError(
-                f"the shard table of {root} does not list {path}", remedy="verify"
-            )
-        return self._entries[path]
-
-
 def with_row_ids(table: pa.Table, row_ids: range, originals: Sequence[int]) -> pa.Table:
     """Return `table`, k rows of a rows table, with new row ids.
 
@@ -256,69 +179,3 @@ def without_rows(table: pa.Table, erased: Tombstones) -> pa.Table:
     kept = table.filter(pa.array(~is_erased))
     joined = pa.concat_tables([kept, blank], promote_options="default")
     return joined.sort_by("row_id")
-
-
-def count_values(
-    layout: Layout, shards: Iterable[int], columns: Sequence[SourceColumn]
-) -> Counter[str]:
-    """Return the number of values (not null) of each of `columns` in the rows of
-    `shards`, by column name.
-    """
-    counts = Counter[str]()
-    if not columns:
-        return counts
-    for shard in shards:
-        table = read_shard_rows(
-            layout, shard, [column.name for column in columns], source_columns=columns
-        )
-        counts.update(
-            {name: len(table) - table[name].null_count for name in table.column_names}
-        )
-    return counts
-
-
-def with_values(
-    columns: Sequence[SourceColumn], counts: Mapping[str, int]
-) -> tuple[SourceColumn, ...]:
-    """Return `columns` with the numbers of values in `counts`, which are 0 for columns
-    that are not in `counts`.
-    """
-    return tuple(
-        replace(column, values=counts.get(column.name, 0)) for column in columns
-    )
-
-
-def copy_file(root: Path, source: FileEntry, target: Path) -> None:
-    """Copy a committed file of the index at `root` to the new file `target`, and
-    compare the copy with the file entry `source`.
-
-    If the file system can, the two files share their disk blocks (reflink).
-
-    Raises:
-        CorruptIndexError: the file cannot be read, or differs from `source`.
-    """
-    path = root / source.path
-    try:
-        opened = IndexFile(root, path)
-    except OSError as error:
-        raise cannot_read(path, error) from error
-    with opened, naming(target), open(target, "xb") as copy:
-        length = os.fstat(opened.fileno()).st_size
-        refuse(path, difference(source, length))
-        _copy_in_kernel(opened.fileno(), copy.fileno(), length)
-        # Copy the bytes that the kernel has not copied.
-        shutil.copyfileobj(opened, copy)
-    refuse(path, difference(source, *crc32c_file(target)))
-
-
-def _copy_in_kernel(source: int, target: int, length: int) -> None:
-    """Copy up to `length` bytes between two file descriptors with a system call. The
-    call may copy fewer bytes, or none. Afterwards, the position of both descriptors is
-    the end of the copied bytes.
-    """
-    # Only Linux has this call, and not every file system supports it. Its errors are
-    # ignored, because the caller then copies the remaining bytes in the ordinary way,
-    # which raises an error if the disk itself fails.
-    with contextlib.suppress(AttributeError, OSError):
-        while length and (count := os.copy_file_range(source, target, length)):
-            length -= count

@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import json
 import os
+import shutil
 import socket
 import uuid
 from collections.abc import Collection, Iterator
@@ -19,11 +20,18 @@ from storage_formats.atomic import (
     fsync_path,
     json_bytes,
     make_directories,
+    naming,
 )
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError, cannot_read
-from storage_formats.format.checksum import crc32c, to_hex
+from storage_formats.format.checksum import crc32c, crc32c_file, to_hex
 from storage_formats.format.downloads import committed_chunks
-from storage_formats.format.file_check import FileEntry, check_file, checked_pieces
+from storage_formats.format.file_check import (
+    FileEntry,
+    check_file,
+    checked_pieces,
+    difference,
+    refuse,
+)
 from storage_formats.format.index_files import IndexFile, read_index_file
 from storage_formats.format.layout import Layout, is_data_file
 from storage_formats.format.manifest import (
@@ -46,7 +54,6 @@ from storage_formats.remote.objects import (
 )
 from storage_formats.remote.urls import STORE_SCHEMES
 from storage_formats.system_calls import promised
-from storage_formats.writing.copying import copy_file
 
 # key of the CRC-32C of an object in the metadata of this object
 _CHECKSUM = "crc32c"
@@ -389,3 +396,39 @@ def file_contents(index: CommittedIndex, entry: FileEntry) -> Iterator[Chunk]:
             yield from checked_pieces(path, entry, pieces)
     except OSError as error:
         raise cannot_read(path, error) from error
+
+
+def copy_file(root: Path, source: FileEntry, target: Path) -> None:
+    """Copy a committed file of the index at `root` to the new file `target`, and
+    compare the copy with the file entry `source`.
+
+    If the file system can, the two files share their disk blocks (reflink).
+
+    Raises:
+        CorruptIndexError: the file cannot be read, or differs from `source`.
+    """
+    path = root / source.path
+    try:
+        opened = IndexFile(root, path)
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    with opened, naming(target), open(target, "xb") as copy:
+        length = os.fstat(opened.fileno()).st_size
+        refuse(path, difference(source, length))
+        _copy_in_kernel(opened.fileno(), copy.fileno(), length)
+        # Copy the bytes that the kernel has not copied.
+        shutil.copyfileobj(opened, copy)
+    refuse(path, difference(source, *crc32c_file(target)))
+
+
+def _copy_in_kernel(source: int, target: int, length: int) -> None:
+    """Copy up to `length` bytes between two file descriptors with a system call. The
+    call may copy fewer bytes, or none. Afterwards, the position of both descriptors is
+    the end of the copied bytes.
+    """
+    # Only Linux has this call, and not every file system supports it. Its errors are
+    # ignored, because the caller then copies the remaining bytes in the ordinary way,
+    # which raises an error if the disk itself fails.
+    with contextlib.suppress(AttributeError, OSError):
+        while length and (count := os.copy_file_range(source, target, length)):
+            length -= count

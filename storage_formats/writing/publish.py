@@ -46,9 +46,8 @@ def new_manifest(
     ann: Ann,
     encoded_from: Mapping[str, tuple[str, ...]] | None = None,
     change: Json | None = None,
-    deleted: Tombstones | None = None,
 ) -> Manifest:
-    """Write the tables and the tombstones of a new index. Return its manifest. The
+    """Write the tables of a new index. Return its manifest. The
     caller commits the index by writing the manifest.
 
     Args:
@@ -63,7 +62,6 @@ def new_manifest(
         encoded_from: see `Manifest`.
         change: value of `change` in `index.json` for a merge or a copy of rows. None
             for a build.
-        deleted: deleted rows of the index. None if there are none.
 
     Raises:
         CorruptIndexError: a shard has no receipt, or the counts in a receipt do not add
@@ -79,8 +77,6 @@ def new_manifest(
     snapshot = Snapshot()
     if change is not None:
         snapshot = Snapshot(change=change, next_shard=spec.shards)
-    if deleted is not None:
-        snapshot = with_tombstones(layout, spec, snapshot, deleted)
     return Manifest(
         spec=spec,
         counts=total_counts(receipts),
@@ -117,11 +113,16 @@ def write_tables(
             `layout` later.
     """
     written = written or layout
-    lines = [(receipt.shard, file) for receipt in receipts for file in receipt.files]
-    new_paths = {file.path for _, file in lines}
+    lines = {
+        file.path: (receipt.shard, file)
+        for receipt in receipts
+        for file in receipt.files
+    }
     # shards whose rows the change wrote
     new_shards = {
-        shard for shard, file in lines if file.path == ROWS_FILE.format(shard)
+        receipt.shard
+        for receipt in receipts
+        if ROWS_FILE.format(receipt.shard) in lines
     }
     tables: dict[Segment, FileEntry] = {}
     filters: dict[Segment, FileEntry | None] = {}
@@ -146,14 +147,12 @@ def write_tables(
                 for name in {*old.precisions} - {*spec.precisions}
                 for folder in ("tokens", "checksums")
             )
-            lines += [
-                (shard, file)
-                for shard, file in before.shard_files()
-                if file.path not in new_paths and not file.path.startswith(dropped)
-            ]
+            for shard, file in before.shard_files():
+                if not file.path.startswith(dropped):
+                    lines.setdefault(file.path, (shard, file))
     for segment in spec.used_segments:
         shards = spec.segment_shards(segment)
-        of_segment = [line for line in lines if line[0] in shards]
+        of_segment = [line for line in lines.values() if line[0] in shards]
         if segment not in tables:
             tables[segment] = write_shard_table(layout, of_segment)
         if segment not in filters:

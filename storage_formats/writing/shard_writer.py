@@ -170,18 +170,6 @@ class ShardWriter:
         self.stage_tokens()
         final = self._layout.embedding_shard(self._shard)
         self.add_bytes("embeddings", final, self.embeddings.tobytes())
-        return self.commit_rows(rows, plan, seconds, encoded_on)
-
-    def commit_rows(
-        self,
-        rows: pa.Table,
-        plan: str,
-        seconds: dict[str, float] | None = None,
-        encoded_on: str | None = None,
-    ) -> ShardReceipt:
-        """Move the rows and all staged files into the index, and write the receipt. For
-        the arguments and errors, see `commit`.
-        """
         write_rows(self.path("rows"), rows)
         where = self._layout.relative(self._layout.rows_file(self._shard))
         self.add("rows", FileEntry(where, *crc32c_file(self.path("rows"))))

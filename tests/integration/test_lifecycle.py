@@ -108,23 +108,16 @@ class Model:
         return replace(self.now, photos=photos, rows=len(photos), deleted=0)
 
     def merged(self, photos: list[int]) -> State:
-        """The state of a new index of this one and of an index of `photos`, in
-        which rows are numbered from 0. What was deleted stays so.
+        """The state of a new index of this one and of an index of `photos`, without
+        deleted rows and without photos that this one has.
         """
-        offset = -(-self.now.rows // SHARD) * SHARD
-        held = set(self.now.photos.values()) - {BROKEN}
-        new = {
-            offset + position: photo
-            for position, photo in enumerate(photos)
-            if photo not in held
-        }
-        deleted = self.now.deleted + len(photos) - len(new)
-        return replace(
-            self.now,
-            photos={**self.now.photos, **new},
-            rows=offset + len(photos),
-            deleted=deleted,
-        )
+        left = self.compacted()
+        offset = -(-left.rows // SHARD) * SHARD
+        held = set(left.photos.values()) - {BROKEN}
+        added = [photo for photo in photos if photo not in held]
+        right = dict(enumerate(added, offset))
+        rows = offset + len(added) if added else left.rows
+        return replace(left, photos={**left.photos, **right}, rows=rows)
 
     def commit(self, state: State) -> None:
         self.next_shard = max(self.next_shard, -(-state.rows // SHARD))

@@ -142,7 +142,7 @@ def test_what_cannot_be_compacted_is_refused(index, tmp_path, run):
     assert code == 2
     assert "Missing option '--out': Directory of the new index" in err
     delete_rows(root, rows=range(SPEC.rows))
-    with pytest.raises(UsageError, match="all its rows are deleted"):
+    with pytest.raises(UsageError, match=r"all rows of .* are deleted"):
         compact_index(root, tmp_path / "dense")
 
 

@@ -27,7 +27,7 @@ from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.tombstones import live_rows
 from storage_formats.reading.embeddings import read_embeddings
-from tests.conftest import problems_and_counts, same_bits, write_random_index
+from tests.conftest import problems_and_counts, write_random_index
 from tests.storage_formats.test_source_columns import ROWS, write_index
 
 LEFT = IndexSpec(
@@ -36,14 +36,12 @@ LEFT = IndexSpec(
 RIGHT = IndexSpec(
     rows=30, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8")
 )
-# of the rows of the right index: row i of both indexes has the same content hash
-OFFSET = 24
 
 
 @pytest.fixture
 def pair(tmp_path):
-    """Two indexes. Their first 21 rows have equal content hashes. Row 5 failed in
-    the left one.
+    """Two indexes. Row i of both has the same content hash, for the first 21 rows. Row
+    5 failed in the left one.
     """
     left = tmp_path / "left"
     right = tmp_path / "right"
@@ -56,14 +54,12 @@ def pair(tmp_path):
     return left, right, blocks, others
 
 
-def check_part(
-    merged: Path, part: Path, spec: IndexSpec, rows: list[int], offset: int
-) -> None:
-    """The rows `rows` of the index `part` are in the merged index, with ids that
-    are `offset` larger.
+def check_part(merged: Path, part: Path, rows: list[int], first: int) -> None:
+    """The rows `rows` of the index `part` are in the merged index, with consecutive ids
+    from `first` on.
     """
-    row_ids = [row + offset for row in rows]
-    for precision in spec.precisions:
+    row_ids = [first + number for number in range(len(rows))]
+    for precision in Manifest.load(part).spec.precisions:
         with (
             TokenStore.open(merged, precision) as store,
             TokenStore.open(part, precision) as origin,
@@ -74,18 +70,18 @@ def check_part(
         embeddings, read_embeddings(CommittedIndex.open(part), rows)
     )
     moved = read_rows(merged, row_ids).to_pylist()
+    new_ids = dict(zip(rows, row_ids, strict=True))
     for row, original in zip(moved, read_rows(part, rows).to_pylist(), strict=True):
-        original["row_id"] += offset
-        original["duplicate_of"] = (
-            None
-            if original["duplicate_of"] is None
-            else original["duplicate_of"] + offset
-        )
+        if original["duplicate_of"] not in (None, *new_ids):
+            assert (row["status"], row["reason"]) == ("failed", "original-deleted")
+            continue
+        original["row_id"] = new_ids[original["row_id"]]
+        original["duplicate_of"] = new_ids.get(original["duplicate_of"])
         assert row == original
 
 
-def test_rows_keep_their_content_and_get_ids_by_a_constant(pair, tmp_path):
-    left, right, blocks, others = pair
+def test_rows_keep_their_content_and_get_consecutive_ids(pair, tmp_path):
+    left, right, *_ = pair
     delete_rows(left, rows=[3])
     delete_rows(right, rows=[22])
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -94,51 +90,51 @@ def test_rows_keep_their_content_and_get_ids_by_a_constant(pair, tmp_path):
     assert {path: path.read_bytes() for path in before} == before
     assert problems_and_counts(out) == []
     # Of the right rows 0 to 20, the left index has the contents, but 3 is deleted there
-    # and 5 has failed. Row 29 of the right index is a duplicate of row 0, which is one
-    # more content of the left index: its own hash is new, though.
+    # and 5 has failed. Row 29 of the right index is a duplicate of row 0, which is left
+    # out: its own hash is new, though.
     duplicates = [row for row in range(21) if row not in (3, 5, 9)]
-    values = [
-        (each["offset"], each["rows"], each["duplicates"]) for each in result.inputs
-    ]
-    assert values == [(0, 21, 0), (24, 30, 18)]
-    assert (result.duplicates, result.shards) == (18, 7)
     kept_left = [row for row in range(21) if row != 3]
     kept_right = [row for row in range(30) if row != 22 and row not in duplicates]
+    values = [(each["rows"], each["duplicates"]) for each in result.inputs]
+    assert values == [(20, 0), (len(kept_right), 18)]
+    assert (result.duplicates, result.removed, result.shards) == (18, 20, 5)
     assert result.rows == len(kept_left) + len(kept_right)
+    # The rows of the right index begin with a new shard.
     assert live_rows(CommittedIndex.open(out)).tolist() == [
-        *kept_left,
-        *(row + OFFSET for row in kept_right),
+        *range(20),
+        *range(24, 24 + len(kept_right)),
     ]
-    check_part(out, left, LEFT, kept_left, 0)
-    check_part(out, right, RIGHT, kept_right, OFFSET)
-    with TokenStore.open(out) as store:
-        assert same_bits(
-            store.fetch([4, OFFSET + 29]), np.stack([blocks[4], others[29]])
-        )
+    check_part(out, left, kept_left, 0)
+    check_part(out, right, kept_right, 24)
     manifest = Manifest.load(out)
-    assert manifest.counts.failed == {"truncated": 2}
-    assert (manifest.counts.inputs, manifest.counts.duplicates) == (51, 2)
+    assert manifest.counts.failed == {"original-deleted": 1, "truncated": 2}
+    assert (manifest.counts.inputs, manifest.counts.duplicates) == (31, 1)
 
 
-def test_three_indexes_and_one_that_was_compacted(pair, tmp_path):
+def test_three_indexes_of_which_one_adds_nothing(pair, tmp_path):
     left, right, _, _ = pair
     third = shutil.copytree(left, tmp_path / "third")
     delete_rows(left, rows=[0, 1])
-    compact_index(left, tmp_path / "dense")
-    left = tmp_path / "dense"
-    result = merge_indexes([left, right, third], tmp_path / "merged")
-    assert [each["offset"] for each in result.inputs] == [0, 24, 56]
-    assert problems_and_counts(tmp_path / "merged") == []
+    merged = tmp_path / "merged"
+    result = merge_indexes([left, right, third], merged)
+    assert problems_and_counts(merged) == []
     # The contents of the rows 0, 1, 5 and 9 of the third index come from the right one,
-    # all others from the left one.
-    assert result.inputs[2]["duplicates"] == 21
-    check_part(
-        tmp_path / "merged",
-        left,
-        Manifest.load(left).spec,
-        live_rows(CommittedIndex.open(left)).tolist(),
-        0,
-    )
+    # and all others from the left one.
+    assert [each["duplicates"] for each in result.inputs] == [0, 17, 21]
+    check_part(merged, left, live_rows(CommittedIndex.open(left)).tolist(), 0)
+    delete_rows(third, rows=range(21))
+    with pytest.raises(UsageError, match=r"all rows of .*third are deleted"):
+        compact_index(third, tmp_path / "dense")
+
+
+def test_the_shard_size_is_that_of_the_first_index(pair, tmp_path):
+    other = IndexSpec(21, 4, (2, 8), 4, ("bf16", "fp8"))
+    write_random_index(tmp_path / "other", other)
+    merged = tmp_path / "merged"
+    merge_indexes([tmp_path / "other", pair[1]], merged)
+    assert Manifest.load(merged).spec.shard_size == 4
+    assert problems_and_counts(merged) == []
+    check_part(merged, pair[1], list(range(21, 29)), 24)
 
 
 def rewrite(root: Path, **members: object) -> None:
@@ -158,10 +154,6 @@ def rewrite(root: Path, **members: object) -> None:
                 r"precisions is bf16, fp8 in .*left and bf16 in .*other; add or drop"
                 r" precisions"
             ),
-        ),
-        (
-            IndexSpec(21, 4, (2, 8), 4, ("bf16", "fp8")),
-            "rows per shard is 8 in .*left and 4 in .*other",
         ),
         (
             IndexSpec(21, 8, (2, 16), 4, ("bf16", "fp8")),
@@ -208,12 +200,12 @@ def test_a_stopped_merge_resumes_unless_an_index_has_changed(pair, tmp_path):
     left, right, *_ = pair
     out = tmp_path / "merged"
     for stop in (3, 2):
-        with pytest.raises(JobStopped, match=r"of 51 rows are kept"):
+        with pytest.raises(JobStopped, match=r"of 32 rows are kept"):
             merge_indexes([left, right], out, should_stop=stopping_after(stop))
         with pytest.raises(IncompleteIndexError):
             verify_index(out)
     written = {path.name: path.stat().st_ino for path in (out / "rows").iterdir()}
-    assert 1 < len(written) < 7
+    assert 1 <= len(written) < 5
     merge_indexes([left, right], out)
     assert not Layout(out).journal.exists()
     assert {name: (out / "rows" / name).stat().st_ino for name in written} == written
