@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, get_args, overload
 
@@ -352,7 +352,9 @@ class TokenStore:
         blocks: Blocks = memory.view(BF16).reshape(count, m, d)
         return blocks
 
-    def iter_fetch(self, batches: Iterable[RowIds], ahead: int = 1) -> Iterator[Blocks]:
+    def iter_fetch(
+        self, batches: Iterable[RowIds], ahead: int = 1
+    ) -> Generator[Blocks]:
         """Yield the blocks of each batch of row ids, while a background thread reads
         the next batches.
 

@@ -8,14 +8,12 @@ commit adds it to `index.json`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from storage_formats.arrays import holes
-from storage_formats.codecs import Blocks
 from storage_formats.errors import CorruptIndexError, TaskInterrupted
 from storage_formats.format.layout import IndexSpec, OffsetBlock
 from storage_formats.format.manifest import CommittedIndex, kept_snapshots
@@ -141,56 +139,35 @@ def convert_shard(
     Raises:
         TaskInterrupted: `should_stop` returned True. The unfinished files were removed.
     """
+    rows = np.array(task.spec.shard_rows(task.shard))
     missing = 0
-    done = 0
+    # Deleted rows are converted too, because a rollback can restore them.
+    index = CommittedIndex.open(task.root).undeleted()
     with (
+        TokenStore(index, task.source) as store,
         ShardWriter(task.root, task.spec, task.shard, task.targets) as writer,
-        contextlib.closing(_read_ahead(_blocks(task))) as pieces,
     ):
-        for first, blocks in pieces:
-            if should_stop():
-                raise TaskInterrupted
-            kept = np.flatnonzero(~holes(blocks))
-            present = blocks if len(kept) == len(blocks) else blocks[kept]
-            writer.put(first + kept, present)
-            done = first + len(blocks)
-            missing += len(blocks) - len(kept)
+        step = max(1, _PIECE_BYTES // store.record_bytes)
+        pieces = np.split(rows, range(step, len(rows), step))
+        with contextlib.closing(store.iter_fetch(pieces)) as read:
+            for row_ids, blocks in zip(pieces, read, strict=True):
+                if should_stop():
+                    raise TaskInterrupted
+                kept = np.flatnonzero(~holes(blocks))
+                present = blocks if len(kept) == len(blocks) else blocks[kept]
+                writer.put(row_ids[kept] - rows[0], present)
+                missing += len(blocks) - len(kept)
         failed = {"hole": missing} if missing else {}
         files = writer.commit_files()
         receipt = ShardReceipt(
-            task.shard, task.plan, done, done - missing, 0, failed, files, {}
+            task.shard,
+            task.plan,
+            len(rows),
+            len(rows) - missing,
+            0,
+            failed,
+            files,
+            {},
         )
         writer.commit_receipt(receipt)
     return receipt
-
-
-def _blocks(task: ConversionTask) -> Iterator[tuple[int, Blocks]]:
-    """Yield (position of the first block, blocks as bfloat16 [k, m, d]) for
-    consecutive pieces of the shard. The blocks of a piece are overwritten when the
-    piece after the next one is read.
-    """
-    rows = task.spec.shard_rows(task.shard)
-    index = CommittedIndex.open(task.root)
-    # Deleted rows are converted too, because a rollback can restore them.
-    with TokenStore(index.undeleted(), task.source) as store:
-        step = min(len(rows), max(1, _PIECE_BYTES // store.record_bytes))
-        # Two buffers are used alternately. New memory for each piece would cost a page
-        # fault per 4 KiB.
-        buffers = [store.empty(step) for _ in range(2)]
-        for first in range(0, len(rows), step):
-            buffers.reverse()
-            row_ids = np.arange(
-                rows.start + first, min(rows.start + first + step, rows.stop)
-            )
-            yield first, store.fetch(row_ids, buffers[0][: len(row_ids)])
-
-
-def _read_ahead(pieces: Iterator[tuple[int, Blocks]]) -> Generator[tuple[int, Blocks]]:
-    """Yield the items of `pieces`. While the caller processes an item, a thread
-    computes the next one.
-    """
-    with ThreadPoolExecutor(1, "edje-read") as thread:
-        next_piece = thread.submit(next, pieces, None)
-        while (piece := next_piece.result()) is not None:
-            next_piece = thread.submit(next, pieces, None)
-            yield piece
