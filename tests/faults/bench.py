@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from storage_formats.format.file_check import Problem
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from pipelines.cli import main
@@ -41,6 +40,7 @@ from storage_formats import (
     read_rows,
     verify_index,
 )
+from storage_formats.format.file_check import Problem
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import TIMING_COLUMNS
 from storage_formats.format.tombstones import live_rows
