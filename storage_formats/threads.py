@@ -1,42 +1,24 @@
-"""Helper threads that share the work of the calling thread, cleanup after an exception
-from a signal handler, and the number of CPUs that this process may use.
+"""Helper threads that share the work of the calling thread, and the number of CPUs that
+this process may use.
 
 An exception that a signal handler raises, for example KeyboardInterrupt after Ctrl-C,
-can come between any two instructions of the main thread. It can end a function that has
-started a task but has not recorded the task yet, and it can interrupt the cleanup.
-Helper threads or kernel requests may then continue to write to the caller's memory.
-Code that starts such threads or requests therefore follows this pattern:
+can come between any two instructions of the main thread. Helper threads must not write
+to the caller's memory after such an exception. So the functions of this module that
+start helper threads end in a `finally` block that waits for them. The block waits with
+a lock of the C API of Python, which no signal handler interrupts, and not with a method
+written in Python, which an exception could end before the wait. Code that cannot be
+interrupted at any instruction, for example because it starts requests of the kernel,
+runs in a helper thread, see `run_apart`.
 
-    pending = unsettled()
-    settle(pending)
-    task = ...
-    try:
-        ...
-    except BaseException:
-        # one call of compiled code, which no signal handler interrupts
-        pending.append(task.abandon)
-        settle(pending)
-        raise
-
-`task.abandon` waits until the task has stopped writing, and may be called repeatedly.
-If another exception interrupts the cleanup, `task.abandon` remains in `pending`, and
-the next use of this pattern in the same thread calls it.
-
-An exception from a signal handler can also interrupt a class that is written in Python,
-for example `threading.Condition`, while it holds a lock. The lock then stays locked for
-ever. Code with this pattern therefore uses only locks and queues that are written in C:
-`threading.Lock` and `threading.RLock` in `with` statements, and `queue.SimpleQueue`. So
-it does not use `concurrent.futures`. It does not use the thread pools of Numba either,
-because they abort a process that forks or that calls them from two threads.
-
-An alternative to this pattern is a separate thread for each fetch, because an exception
-from a signal handler only interrupts the main thread. A fetch of 100 blocks from the
-page cache would then take 5 % longer.
+The thread pools of Numba are not used, because they abort a process that forks or that
+calls them from two threads.
 """
 
 from __future__ import annotations
 
 import _thread
+import contextlib
+import ctypes
 import functools
 import os
 import queue
@@ -47,17 +29,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 from storage_formats.cgroups import cgroup_files
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-Unsettled: TypeAlias = list[Callable[[], None]]
 
 _MAX_THREADS = max(64, os.cpu_count() or 1)
-# number of exceptions after which `settle` gives up
-_ATTEMPTS = 10_000
 # Size in bytes of the bfloat16 blocks that a thread converts at a time. Converting them
 # takes about 0.3 ms, much longer than handing the work to the thread.
 _CHUNK_BYTES = 2 << 20
@@ -65,40 +44,17 @@ _CHUNK_BYTES = 2 << 20
 _BFLOAT16_FEATURES = ("avx512bf16", "amx-bf16", "bf16")
 
 
-class _PerThread(threading.local):
-    def __init__(self) -> None:
-        self.unsettled: Unsettled = []
-
-
-_per_thread = _PerThread()
-
-
-def unsettled() -> Unsettled:
-    """Return the list of the `abandon` functions that the calling thread has still to
-    complete. The list is almost always empty.
-    """
-    return _per_thread.unsettled
-
-
-def settle(pending: Unsettled) -> None:
-    """Call each function in `pending` until the call succeeds, and remove the function
-    from `pending`.
-
-    If an exception interrupts a function, the function is called again. The last
-    exception is raised at the end. After 10,000 exceptions, the remaining functions are
-    left in `pending` for the next call of `settle`.
-    """
-    interruption: BaseException | None = None
-    attempts = 0
-    while pending and attempts < _ATTEMPTS:
-        try:
-            pending[-1]()
-            pending.pop()
-        except BaseException as error:
-            interruption = error
-            attempts += 1
-    if interruption is not None:
-        raise interruption
+# These functions belong to the stable ABI of CPython. The GIL is released while they
+# run, as for any function of a `CDLL`.
+_python = ctypes.CDLL(None, handle=ctypes.pythonapi._handle)
+_new_lock: Any = _python.PyThread_allocate_lock
+_new_lock.restype = ctypes.c_void_p
+_acquire: Any = _python.PyThread_acquire_lock
+_acquire.argtypes = [ctypes.c_void_p, ctypes.c_int]
+_release: Any = _python.PyThread_release_lock
+_free: Any = _python.PyThread_free_lock
+_release.argtypes = [ctypes.c_void_p]
+_free.argtypes = [ctypes.c_void_p]
 
 
 class _HelperThreads:
@@ -113,19 +69,17 @@ class _HelperThreads:
         self._idle: list[None] = []
         self._started = 0
 
-    def submit(self, call: Callable[[], None]) -> None:
-        """Run `call` in a helper thread, or never if no thread can be started. `call`
-        must not raise.
+    def submit(self, call: Callable[[], None]) -> bool:
+        """Run `call` in a helper thread as soon as one is idle. `call` must not raise.
+        Return False if there is no helper thread, so that `call` may never run.
         """
         if len(self._idle) <= self._calls.qsize() and self._started < _MAX_THREADS:
-            try:
+            # If the system allows no further thread, a running helper takes the call.
+            with contextlib.suppress(RuntimeError):
                 _thread.start_new_thread(self._run, ())
                 self._started += 1
-            except RuntimeError:
-                # The system allows no further thread. A running helper thread takes
-                # the call later, or the calling thread of `Crew` has done all by then.
-                pass
         self._calls.put(call)
+        return self._started > 0
 
     def _run(self) -> None:
         while True:
@@ -137,66 +91,50 @@ class _HelperThreads:
             del call
 
 
-class Crew(Generic[_Item]):
-    """Calls `work(item)` once for each of `items`, in the calling thread and in helper
-    threads.
+class _Crew(Generic[_Item]):
+    """Calls `work(item)` once for each of `items`, in helper threads and in each thread
+    that calls `process`.
 
-    Args:
-        work: thread-safe function that processes one item.
+    Attributes:
+        is_closed: whether each thread stops after its current item.
+        running: one entry per helper thread that processes items.
+        ended: lock that the last helper thread of a closed crew releases.
+        errors: the errors of helper threads.
     """
 
     def __init__(self, work: Callable[[_Item], object], items: Iterable[_Item]) -> None:
         self._work = work
         self._items = iter(items)
-        self._closed = False
-        # one entry per running helper thread
-        self._running: list[None] = []
-        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._errors: list[BaseException] = []
+        self.is_closed = False
+        self.running: list[None] = []
+        self.errors: list[BaseException] = []
+        self.ended = _new_lock()
+        _acquire(self.ended, 1)
 
-    def start(self, helpers: int) -> None:
-        """Start up to `helpers` helper threads, which begin to process items."""
-        for _ in range(helpers):
-            _threads.submit(self._help)
+    def __del__(self) -> None:
+        _free(self.ended)
 
-    def finish(self) -> None:
-        """Process items until none is left, wait for the helper threads, and then
-        raise the first error of a helper thread, if there is one.
-
-        An error of `work` in the calling thread is raised at once. The caller must then
-        call `abandon`.
-        """
+    def process(self) -> None:
+        """Process items until none is left."""
         for item in self._items:
+            if self.is_closed:
+                break
             self._work(item)
-        self.abandon()
-        if self._errors:
-            raise self._errors[0]
 
-    def abandon(self) -> None:
-        """Stop each helper thread after its current item, and wait until all have
-        stopped.
-        """
-        self._closed = True
-        # A helper removes its entry from `_running` before it reports to `_ended`. So
-        # while there is an entry, a report is still to come.
-        while self._running:
-            self._ended.get()
-
-    def _help(self) -> None:
-        # A helper adds its entry before it reads `_closed`, and `abandon` sets
-        # `_closed` before it reads `_running`. So either `abandon` waits for this
-        # helper, or this helper stops.
-        self._running.append(None)
+    def help(self) -> None:
+        """Process items in a helper thread."""
+        # A helper adds its entry before it reads `is_closed`, and the thread that ends
+        # the work sets `is_closed` before it reads `running`. So either that thread
+        # waits for this helper, or this helper stops.
+        self.running.append(None)
         try:
-            for item in self._items:
-                if self._closed:
-                    break
-                self._work(item)
+            self.process()
         except BaseException as error:
-            self._errors.append(error)
+            self.errors.append(error)
         finally:
-            self._running.pop()
-            self._ended.put(None)
+            self.running.pop()
+            if self.is_closed and not self.running:
+                _release(self.ended)
 
 
 _threads = _HelperThreads()
@@ -239,15 +177,52 @@ def run_threads(
         for item in items:
             work(item)
         return
-    pending = unsettled()
-    crew = Crew(work, items)
+    crew = _Crew(work, items)
     try:
-        crew.start(threads - 1)
-        crew.finish()
-    except BaseException:
-        pending.append(crew.abandon)
-        settle(pending)
-        raise
+        for _ in range(threads - 1):
+            _threads.submit(crew.help)
+        crew.process()
+    finally:
+        crew.is_closed = True
+        if crew.running:
+            _acquire(crew.ended, 1)
+    if crew.errors:
+        raise crew.errors[0]
+
+
+def run_apart(steps: Generator[None, None, None]) -> None:
+    """Run a generator to its end, in a helper thread if the calling thread is the main
+    thread.
+
+    If a signal handler raises an exception meanwhile, the generator is closed at its
+    next `yield`, and the exception is raised after that.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        deque(steps, maxlen=0)
+        return
+    ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def run(_: None) -> None:
+        try:
+            for _ in steps:
+                if crew.is_closed:
+                    break
+        finally:
+            steps.close()
+            ended.put(None)
+
+    crew = _Crew(run, [None])
+    try:
+        if _threads.submit(crew.help):
+            ended.get()
+        else:
+            deque(steps, maxlen=0)
+    finally:
+        crew.is_closed = True
+        if crew.running:
+            _acquire(crew.ended, 1)
+    if crew.errors:
+        raise crew.errors[0]
 
 
 def default_threads() -> int:

@@ -29,11 +29,12 @@ from storage_formats.format.tombstones import (
 from storage_formats.reading.batch import Batch
 from storage_formats.reading.block_cache import BlockCache, cache_bytes, cache_files
 from storage_formats.reading.checksums import BlockChecksums
-from storage_formats.reading.destination import Destination
 from storage_formats.reading.files import TokenFiles
 from storage_formats.reading.local_reads import LocalReads
 from storage_formats.reading.memory import BufferPool
 from storage_formats.reading.object_reads import OBJECT_STORE, ObjectReads
+from storage_formats.reading.request import ReadRequest
+from storage_formats.reading.sinks import BlockSink, RecordSink, ScoreSink, Sink
 from storage_formats.remote.urls import IndexLocation
 from storage_formats.threads import fork_safe_lock, ordered_map
 
@@ -263,9 +264,12 @@ class TokenStore:
         ids = view.checked(row_ids)
         out = self.empty(len(ids)) if out is None else out
         check_out(out, (len(ids), *self.block_shape))
-        if len(ids):
-            hole = np.array(np.nan, dtype=out.dtype)
-            view.read(ids, out, hole=hole, always_checks=check == "always")
+        sink: Sink = BlockSink(view.codec, out)
+        if not view.codec.has_offset:
+            # a record is the block
+            sink = RecordSink(out.view(np.uint8).reshape(-1, view.codec.record_bytes))
+        hole = np.array(np.nan, dtype=out.dtype)
+        view.read(ids, out, sink, hole=hole, always_checks=check == "always")
         if not as_torch:
             return out
         with name_missing_extra("search"):
@@ -299,8 +303,7 @@ class TokenStore:
         shape = (len(ids), view.codec.record_bytes)
         out = _results.lend(shape[0] * shape[1]).reshape(shape) if out is None else out
         check_out(out, shape, np.dtype(np.uint8))
-        if len(ids):
-            view.read(ids, out, hole=fill_record(view.codec)[0])
+        view.read(ids, out, RecordSink(out), hole=fill_record(view.codec)[0])
         return out
 
     def max_sim(
@@ -328,8 +331,8 @@ class TokenStore:
                 f" {list(query.shape)}"
             )
         scores = np.empty(len(ids), dtype=np.float32)
-        if len(ids):
-            view.read(ids, scores, hole=np.array(np.nan, dtype=np.float32), query=query)
+        sink = ScoreSink(view.codec, query, scores)
+        view.read(ids, scores, sink, hole=np.array(np.nan, dtype=np.float32))
         return scores
 
     def empty(self, count: int) -> Blocks:
@@ -485,16 +488,20 @@ class _View:
         self,
         ids: NDArray[np.int64],
         out: NDArray[Any],
+        sink: Sink,
         *,
         hole: NDArray[Any],
-        query: NDArray[np.float32] | None = None,
         always_checks: bool = False,
     ) -> None:
-        """Fill `out` with the blocks, records or scores of the rows `ids`.
+        """Fill `out`, the output of `sink`, with the blocks, records or scores of the
+        rows `ids`.
 
-        A row id that occurs several times in `ids` is read once, and the result is
-        copied within `out`. Row ids outside all segments get the value `hole`.
+        A row id that occurs several times in `ids` is read from a file once, and the
+        result is copied within `out`. Row ids outside all segments get the value
+        `hole`.
         """
+        if not len(ids) or (not always_checks and self.reads.read_cached(ids, sink)):
+            return
         spec = self.index.manifest.spec
         order = np.argsort(ids, kind="stable")
         # Row ids outside all segments have no file, so they are not read. An index
@@ -510,11 +517,7 @@ class _View:
         firsts = order[is_first]
         if len(firsts):
             batch = Batch(*np.divmod(ids[firsts], spec.shard_size), firsts)
-            self.reads.read(
-                Destination(
-                    batch, out, self.codec, self.checksums, query, always_checks
-                )
-            )
+            self.reads.read(ReadRequest(batch, sink, self.checksums, always_checks))
         if not is_first.all():
             # for each entry of `order`, the index in `out` of the first entry with the
             # same row id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,7 +64,7 @@ class Batch:
             zip(self.shards[edges[:-1]].tolist(), edges, edges[1:], strict=False)
         )
 
-    def per_record(self, values: list[int]) -> Ints:
+    def per_record(self, values: Sequence[int]) -> Ints:
         """Return an array with one value per record, int64 [n]. `values` contains
         one value per shard of the batch.
         """

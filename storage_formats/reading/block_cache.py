@@ -32,8 +32,9 @@ from storage_formats.errors import UsageError
 from storage_formats.format.checksum import crc32c
 from storage_formats.reading.batch import Batch
 from storage_formats.reading.checksums import BlockChecksums
-from storage_formats.reading.destination import Destination, checksums_at
 from storage_formats.reading.memory import BufferPool
+from storage_formats.reading.records import checksums_at
+from storage_formats.reading.request import ReadRequest
 from storage_formats.system_calls import advise
 from storage_formats.threads import fork_safe_lock
 
@@ -112,15 +113,15 @@ class BlockCache:
         self,
         batch: Batch,
         names: Mapping[int, str],
-        destination: Destination,
+        request: ReadRequest,
         first: int,
     ) -> NDArray[np.bool_]:
-        """Pass the cached records of `batch` to `destination`. Return which records
-        were cached, bool [n].
+        """Pass the cached records of `batch` to `request`. Return which records were
+        cached, bool [n].
 
         Args:
-            batch: consecutive records of the batch of `destination`.
-            first: index of the first record in the batch of `destination`.
+            batch: consecutive records of the batch of `request`.
+            first: index of the first record in the batch of `request`.
         """
         size = self._size
         buffer = self._buffers.borrow(len(batch) * size)
@@ -159,14 +160,20 @@ class BlockCache:
         read = np.flatnonzero(is_read)
         if len(read):
             expected = self._checksums.expected(batch[read])
-            actual = checksums_at(buffer.ctypes.data + read * size, size)
+            sources = buffer.ctypes.data + read * size
+            actual = checksums_at(sources, size)
             # Parts of the file that were never written are read as zeros, so a record
             # of zeros never counts as cached.
-            read = read[(actual == expected) & (expected != self._zeros_crc)]
+            is_sound = (actual == expected) & (expected != self._zeros_crc)
+            read = read[is_sound]
+            request.take(
+                sources[is_sound],
+                first + read,
+                buffer,
+                is_checked=np.ones(len(read), dtype=np.bool_),
+            )
         is_read[:] = False
         is_read[read] = True
-        if len(read):
-            destination.take(buffer, read * size, first + read)
         self._buffers.give_back(buffer)
         return is_read
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import numpy as np
-from numpy.typing import NDArray
 
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.committed_files import CommittedFiles
@@ -13,6 +12,7 @@ from storage_formats.format.file_check import check_content
 from storage_formats.format.layout import checksum_file
 from storage_formats.reading.batch import Batch
 from storage_formats.reading.files import ShardFiles, TokenFiles, read_ranges
+from storage_formats.reading.records import Checksums
 from storage_formats.threads import fork_safe_lock
 
 # maximum size of the checksums in memory: 4 bytes for each of 16 million rows
@@ -22,15 +22,17 @@ _OPEN_FILES = 64
 # maximum number of row ids in an error message
 _NAMED_ROWS = 5
 
-Checksums = NDArray[np.uint32]
-
 
 class BlockChecksums:
     """The stored checksums of one precision. A checksum file is loaded when a read
     needs it. Thread-safe.
+
+    Attributes:
+        record_bytes: length of a record in bytes.
     """
 
     def __init__(self, tokens: TokenFiles) -> None:
+        self.record_bytes = tokens.codec.record_bytes
         self._tokens = tokens
         self._index = tokens.index
         name = checksum_file(tokens.codec.name)

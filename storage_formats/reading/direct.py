@@ -7,17 +7,17 @@ boundary, or must be decoded, the engine first reads whole sectors into a buffer
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.reading.batch import PIECE_RECORDS, Batch, Ints
-from storage_formats.reading.destination import Destination
+from storage_formats.reading.batch import PIECE_RECORDS, Ints
 from storage_formats.reading.files import ShardFile, ShardFiles
 from storage_formats.reading.memory import BufferPool, Bytes
-from storage_formats.reading.queues import QueuePool, RequestError
-from storage_formats.threads import settle, unsettled
+from storage_formats.reading.queues import Queue, QueuePool, RequestError
+from storage_formats.reading.request import ReadRequest
 
 # Two records with at most this many bytes between them are read with one request,
 # because reading the gap costs the device less than another request.
@@ -37,230 +37,189 @@ _FEWER_REQUESTS = 4
 # if this is more. With small parts, little work is left after the last request.
 _PART_REQUESTS = 32
 _PART_SHARE = 4
-_NO_RESULT = np.iinfo(np.int64).min
 
 
 def read_direct(
-    destination: Destination, files: ShardFiles, queues: QueuePool, buffers: BufferPool
-) -> None:
-    """Read all records of `destination.batch` with direct I/O, with several pieces in
-    flight.
+    request: ReadRequest, files: ShardFiles, queues: QueuePool, buffers: BufferPool
+) -> Generator[None, None, None]:
+    """Read all records of a request with direct I/O, with several pieces in flight.
+    Yield after each part of the work.
 
-    After this function returns or raises an exception, no read writes to the
-    destination.
+    After the generator ends or is closed, no read of the kernel writes to the sink.
 
     Args:
         buffers: pool of buffers for records that cannot be read directly into the
-            destination.
+            sink.
 
     Raises:
         RequestError: the queue or a request was refused, or a request failed or read
             too few bytes.
     """
-    pending = unsettled()
-    settle(pending)
-    reader = _Reader(destination, files, queues, buffers)
+    size = request.checksums.record_bytes
+    length = min(PIECE_RECORDS, max(1, _PIECE_BYTES // size))
+    queue = queues.borrow()
+    flights: dict[int, _Flight] = {}
     try:
-        reader.read()
+        for number, piece in enumerate(request.batch.pieces(length)):
+            # `_wait` only notes which requests have completed. Their records are
+            # processed in the next round, after the queue has been filled again, so
+            # that the disk never waits for the processor.
+            while _is_full(queue, flights):
+                _process(request, queue, flights, files, buffers)
+                _wait(queue, flights)
+                yield
+            _launch(request, number, piece, queue, flights, files, buffers)
+        while flights:
+            _process(request, queue, flights, files, buffers)
+            _wait(queue, flights)
+            yield
     except BaseException:
-        pending.append(reader.abandon)
-        settle(pending)
+        # This waits for the requests in flight. Their buffers are not returned to the
+        # pool.
+        queue.close()
+        for flight in flights.values():
+            files.release(flight.files)
         raise
+    queues.give_back(queue)
 
 
 @dataclass
 class _Flight:
-    """A piece that is being read with r requests.
+    """A piece that is being read with r requests. The piece has k records.
 
     Attributes:
-        start: index in the whole batch of the first record of the piece.
-        count: [r], number of records of each request.
-        offsets: [r], byte offset in the file of each request.
-        needed: [r], number of bytes that each request must read, up to the end of its
-            last record.
-        memory: memory that the requests write to. Request i writes from the byte
-            `memory_offsets[i]` on.
-        results: [r], result of each request: number of bytes read, a negative errno, or
-            `_NO_RESULT` while the request is in flight.
-        processed: bool [r], whether the destination has processed the records of each
-            request.
-        buffer: buffer from the pool that contains `memory`. None if `memory` belongs to
-            the destination.
+        part: the records of the piece in the batch.
+        sources: int64 [k], memory address of each record.
+        request_of: int64 [k], request that reads each record.
+        needed: int64 [r], number of bytes that each request must read, up to the end of
+            its last record.
+        is_read: bool [r], whether each request is complete and its records are not
+            processed yet.
+        missing: number of requests in flight.
+        buffer: buffer from the pool that the requests write to. None if they write to
+            the sink.
     """
 
-    batch: Batch
-    start: int
+    part: slice
     files: dict[int, ShardFile]
-    count: Ints
-    offsets: Ints
+    sources: Ints
+    request_of: Ints
     needed: Ints
-    memory: Bytes
-    memory_offsets: Ints
-    results: Ints
-    processed: NDArray[np.bool_]
+    is_read: NDArray[np.bool_]
+    missing: int
     buffer: Bytes | None
 
 
-class _Reader:
-    """Reads the records of one destination."""
-
-    def __init__(
-        self,
-        destination: Destination,
-        files: ShardFiles,
-        queues: QueuePool,
-        buffers: BufferPool,
-    ) -> None:
-        self._destination = destination
-        self._files = files
-        self._size = destination.codec.record_bytes
-        self._queues = queues
-        self._queue = queues.borrow()
-        self._holds_queue = True
-        self._buffers = buffers
-        self._flights: dict[int, _Flight] = {}
-
-    def read(self) -> None:
-        length = min(PIECE_RECORDS, max(1, _PIECE_BYTES // self._size))
-        for number, piece in enumerate(self._destination.batch.pieces(length)):
-            # `_wait` only notes which requests have completed. Their records are
-            # processed in the next round, after `_launch` has filled the queue again,
-            # so that the disk never waits for the processor.
-            while self._is_full():
-                self._process()
-                self._wait()
-            self._launch(number, piece)
-        # If the last flight has been processed, no request is in flight. `Queue.wait`
-        # then returns at once.
-        while self._flights:
-            self._process()
-            self._wait()
-        # This is set before the queue is given back, so that `abandon` never closes a
-        # queue that another reader may have borrowed.
-        self._holds_queue = False
-        self._queues.give_back(self._queue)
-
-    def abandon(self) -> None:
-        """Wait until the kernel has completed all requests of this reader, and
-        release the files.
-        """
-        # The exception that ended the read may have come after requests were started
-        # and before they were recorded. So the queue is closed, which waits for all
-        # requests, and the buffers are not returned to the pool.
-        if self._holds_queue:
-            self._queue.close()
-        while self._flights:
-            self._files.release(self._flights.popitem()[1].files)
-
-    def _launch(self, number: int, piece: slice) -> None:
-        batch = self._destination.batch[piece]
-        records = self._destination.records
-        size = self._size
-        files = self._files.acquire_for(batch, size)
-        sector = self._files.sector
-        first, count = batch.runs(size, gap=_GAP_BYTES // size)
-        # Records that do not start and end at sector boundaries are read into a buffer,
-        # and so are records that need many small requests to be read directly.
-        if records is not None and (size % sector or records.ctypes.data % sector):
-            records = None
-        if records is not None:
-            direct_first, direct_count = batch.runs(size, contiguous_output=True)
-            if len(direct_first) < _FEWER_REQUESTS * len(first):
-                first = direct_first
-                count = direct_count
-            else:
-                records = None
-        if records is not None:
-            # read directly into the destination
-            offsets = batch.positions[first] * size
-            lengths = count * size
-            needed = lengths
-            memory = records.reshape(-1)
-            memory_offsets = batch.out_indices[first] * size
-            buffer = None
+def _launch(
+    request: ReadRequest,
+    number: int,
+    piece: slice,
+    queue: Queue,
+    flights: dict[int, _Flight],
+    files: ShardFiles,
+    buffers: BufferPool,
+) -> None:
+    """Start the requests for the records `request.batch[piece]`."""
+    size = request.checksums.record_bytes
+    batch = request.batch[piece]
+    records = request.sink.records
+    held = files.acquire_for(batch, size)
+    sector = files.sector
+    first, count = batch.runs(size, gap=_GAP_BYTES // size)
+    # Records that do not start and end at sector boundaries are read into a buffer, and
+    # so are records that need many small requests to be read directly.
+    if records is not None and (size % sector or records.ctypes.data % sector):
+        records = None
+    if records is not None:
+        direct_first, direct_count = batch.runs(size, contiguous_output=True)
+        if len(direct_first) < _FEWER_REQUESTS * len(first):
+            first = direct_first
+            count = direct_count
         else:
-            # read whole sectors into a buffer
-            starts = batch.positions[first] * size
-            stops = (batch.positions[first + count - 1] + 1) * size
-            offsets = starts - starts % sector
-            lengths = stops + -stops % sector - offsets
-            needed = stops - offsets
-            memory = buffer = self._buffers.borrow(int(lengths.sum()))
-            memory_offsets = np.cumsum(lengths) - lengths
-        results = np.full_like(lengths, _NO_RESULT)
-        processed = np.zeros(len(lengths), dtype=bool)
-        self._flights[number] = _Flight(
-            batch,
-            piece.start,
-            files,
-            count,
-            offsets,
-            needed,
-            memory,
-            memory_offsets,
-            results,
-            processed,
-            buffer,
-        )
-        fds = batch.per_record([files[shard].fd for shard, _, _ in batch.shard_spans])[
-            first
-        ]
-        tags = number * PIECE_RECORDS + np.arange(len(lengths))
-        self._queue.put(
-            fds, offsets, memory.ctypes.data + memory_offsets, lengths, tags
-        )
+            records = None
+    starts = batch.positions[first] * size
+    stops = (batch.positions[first + count - 1] + 1) * size
+    # whole sectors are read
+    offsets = starts - starts % sector
+    lengths = stops + -stops % sector - offsets
+    if records is not None:
+        buffer = None
+        addresses = records.ctypes.data + batch.out_indices[first] * size
+    else:
+        buffer = buffers.borrow(int(lengths.sum()))
+        addresses = buffer.ctypes.data + np.cumsum(lengths) - lengths
+    request_of = np.repeat(np.arange(len(first)), count)
+    flights[number] = _Flight(
+        piece,
+        held,
+        (addresses - offsets)[request_of] + batch.positions * size,
+        request_of,
+        stops - offsets,
+        np.zeros(len(first), dtype=bool),
+        len(first),
+        buffer,
+    )
+    descriptors = [held[shard].fd for shard, _, _ in batch.shard_spans]
+    fds = batch.per_record(descriptors)[first]
+    tags = number * PIECE_RECORDS + np.arange(len(first))
+    queue.put(fds, offsets, addresses, lengths, tags)
 
-    def _is_full(self) -> bool:
-        """Return whether enough requests are in flight."""
-        flights = self._flights.values()
-        in_flight = sum(
-            int(flight.needed[flight.results == _NO_RESULT].sum()) for flight in flights
-        )
-        is_buffered = any(flight.buffer is not None for flight in flights)
-        limit = _BUFFERED_IN_FLIGHT if is_buffered else _BYTES_IN_FLIGHT
-        return (
-            self._queue.in_flight + PIECE_RECORDS > self._queue.entries
-            or in_flight >= limit
-        )
 
-    def _wait(self) -> None:
-        """Wait for a part of the requests in flight, and record their results."""
-        in_flight = self._queue.in_flight
-        part = max(_PART_REQUESTS, in_flight // _PART_SHARE)
-        # Do not wait for all requests unless only one is in flight, so that the disk
-        # has work until the next requests are started.
-        tags, results = self._queue.wait(max(1, min(part, in_flight // 2)))
-        numbers = tags // PIECE_RECORDS
-        for number in np.unique(numbers).tolist():
-            of_flight = numbers == number
-            flight = self._flights[number]
-            flight.results[tags[of_flight] % PIECE_RECORDS] = results[of_flight]
+def _is_full(queue: Queue, flights: dict[int, _Flight]) -> bool:
+    """Return whether enough requests are in flight."""
+    in_flight = 0
+    limit = _BYTES_IN_FLIGHT
+    for flight in flights.values():
+        in_flight += int(flight.needed.sum()) * flight.missing // len(flight.needed)
+        if flight.buffer is not None:
+            limit = _BUFFERED_IN_FLIGHT
+    return queue.in_flight + PIECE_RECORDS > queue.entries or in_flight >= limit
 
-    def _process(self) -> None:
-        """Process the records of completed requests. Meanwhile, the kernel reads."""
-        for number, flight in list(self._flights.items()):
-            self._process_flight(flight)
-            if flight.processed.all():
-                del self._flights[number]
-                if flight.buffer is not None:
-                    self._buffers.give_back(flight.buffer)
-                self._files.release(flight.files)
 
-    def _process_flight(self, flight: _Flight) -> None:
-        """Process all unprocessed records of completed requests."""
-        is_ready = (flight.results != _NO_RESULT) & ~flight.processed
-        if not is_ready.any():
-            return
-        if (is_ready & (flight.results < flight.needed)).any():
+def _wait(queue: Queue, flights: dict[int, _Flight]) -> None:
+    """Wait for a part of the requests in flight. If none is in flight, return at
+    once.
+    """
+    in_flight = queue.in_flight
+    part = max(_PART_REQUESTS, in_flight // _PART_SHARE)
+    # Do not wait for all requests unless only one is in flight, so that the disk has
+    # work until the next requests are started.
+    tags, results = queue.wait(max(1, min(part, in_flight // 2)))
+    numbers, indices = np.divmod(tags, PIECE_RECORDS)
+    for number in set(numbers.tolist()):
+        flight = flights[number]
+        of_flight = numbers == number
+        completed = indices[of_flight]
+        if (results[of_flight] < flight.needed[completed]).any():
             raise RequestError
-        indices = np.flatnonzero(np.repeat(is_ready, flight.count))
-        # While requests are in flight, the device is the bottleneck, and more threads
-        # would only cost processor time.
-        threads = 1 if self._queue.in_flight else None
-        # for each record, the offset in the memory minus the offset in the file
-        shifts = np.repeat(flight.memory_offsets - flight.offsets, flight.count)
-        record_offsets = (shifts + flight.batch.positions * self._size)[indices]
-        self._destination.take(
-            flight.memory, record_offsets, flight.start + indices, threads
-        )
-        flight.processed |= is_ready
+        flight.is_read[completed] = True
+        flight.missing -= len(completed)
+
+
+def _process(
+    request: ReadRequest,
+    queue: Queue,
+    flights: dict[int, _Flight],
+    files: ShardFiles,
+    buffers: BufferPool,
+) -> None:
+    """Process the records of completed requests. Meanwhile, the kernel reads."""
+    # While requests are in flight, the device is the bottleneck, and more threads would
+    # only cost processor time.
+    threads = 1 if queue.in_flight else None
+    for number, flight in list(flights.items()):
+        if flight.is_read.any():
+            records = np.flatnonzero(flight.is_read[flight.request_of])
+            request.take(
+                flight.sources[records],
+                flight.part.start + records,
+                flight.buffer,
+                threads=threads,
+                is_in_place=flight.buffer is None,
+            )
+            flight.is_read[:] = False
+        if not flight.missing:
+            del flights[number]
+            if flight.buffer is not None:
+                buffers.give_back(flight.buffer)
+            files.release(flight.files)

@@ -13,15 +13,13 @@ import mmap
 import os
 import struct
 import sys
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from storage_formats.codecs import Codec
 from storage_formats.errors import CorruptIndexError, cannot_read
@@ -102,42 +100,6 @@ class ShardFile:
     readers: int = 0
     is_cached: bool | None = None
     trusted_until: float = 0.0
-    _checked: NDArray[np.bool_] | None = field(default=None, repr=False)
-    _map: NDArray[np.uint8] | None = field(default=None, repr=False)
-    _address: int = 0
-    _lock: threading.RLock = field(default_factory=fork_safe_lock, repr=False)
-
-    def mapped_at(self) -> int:
-        """Return the memory address at which the file is mapped. The first call maps
-        the file.
-
-        Call this method right before each read, because it checks that the file was not
-        shortened. Reading the map beyond the end of the file would kill the process
-        (SIGBUS).
-        """
-        size = os.fstat(self.fd).st_size
-        if size < self.size:
-            raise CorruptIndexError(
-                f"the token file {self.path} was shortened from {self.size} to {size}"
-                " bytes while the file was open",
-                remedy="verify",
-            )
-        with self._lock:
-            if self._map is None:
-                self._map = np.frombuffer(
-                    mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ), dtype=np.uint8
-                )
-                self._address = self._map.ctypes.data
-            return self._address
-
-    def checked(self, record_bytes: int) -> NDArray[np.bool_]:
-        """Return which records of the map were compared with their checksums, bool
-        [number of records]. The caller updates the array.
-        """
-        with self._lock:
-            if self._checked is None:
-                self._checked = np.zeros(self.size // record_bytes, dtype=np.bool_)
-            return self._checked
 
     def ask(self, now: float) -> None:
         """Ask the kernel whether the page cache holds the file, and store the answer in
@@ -178,10 +140,11 @@ class ShardFile:
         ).tolist()
         state = ctypes.c_ubyte()
         try:
-            address = self.mapped_at()
+            mapped = mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ)
         except OSError:
             # the file system does not support memory maps
             return None
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
         cached = 0
         for page in sample:
             at = ctypes.c_void_p(address + page * mmap.PAGESIZE)
@@ -224,10 +187,6 @@ class ShardFile:
         return CorruptIndexError(
             f"{self.path} ends before byte {offset}", remedy="verify"
         )
-
-    def close(self) -> None:
-        self._map = None
-        os.close(self.fd)
 
 
 def read_ranges(requests: Sequence[tuple[ShardFile, int, memoryview]]) -> None:
@@ -389,12 +348,12 @@ class ShardFiles:
         oldest = itertools.islice(self._open, max(0, len(self._open) - keep))
         for shard in list(oldest):
             if not self._open[shard].readers:
-                self._open.pop(shard).close()
+                os.close(self._open.pop(shard).fd)
 
 
 def _close_all(files: OrderedDict[int, ShardFile]) -> None:
     while files:
-        files.popitem()[1].close()
+        os.close(files.popitem()[1].fd)
 
 
 def sector_bytes(path: str | Path) -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,22 +26,21 @@ from storage_formats.cgroups import available_memory
 from storage_formats.errors import UsageError, cannot_read
 from storage_formats.format.index_files import IndexFile
 from storage_formats.reading.batch import PIECE_RECORDS, Batch, Ints
-from storage_formats.reading.destination import Destination
 from storage_formats.reading.direct import read_direct
 from storage_formats.reading.files import (
-    ShardFile,
     ShardFiles,
     TokenFiles,
     iter_ranges,
     open_files,
 )
-from storage_formats.reading.memory import BufferPool, Bytes, memory_at
+from storage_formats.reading.mapped import MAPPED_SHARDS, MappedShards
+from storage_formats.reading.memory import BufferPool
 from storage_formats.reading.queues import QueuePool, RequestError, can_queue
+from storage_formats.reading.request import ReadRequest
+from storage_formats.reading.sinks import Sink
 from storage_formats.system_calls import advise
-from storage_formats.threads import settle, unsettled
+from storage_formats.threads import run_apart
 
-# maximum number of files that one read maps at the same time
-_MAPPED_SHARDS = 64
 # A request for at most this number of records may come from a search.
 _SEARCH_RECORDS = 512
 
@@ -109,93 +109,44 @@ class LocalReads:
         except OSError as error:
             raise cannot_read(path, error) from error
 
-    def read(self, destination: Destination) -> None:
-        """Read the records of `destination.batch`. After this method returns or raises
-        an exception, no thread and no request writes to the destination.
+    @cached_property
+    def _mapped(self) -> MappedShards:
+        is_trusted = self._name == "mapped"
+        return MappedShards(self._tokens, self._files, is_trusted=is_trusted)
+
+    def read_cached(self, row_ids: Ints, sink: Sink) -> bool:
+        """Write the records of `row_ids` [k] to the sink if this is possible without a
+        request for any file. Return whether the records were written.
         """
-        # If an exception interrupted the cleanup of an earlier read in this thread,
-        # complete this cleanup first.
-        settle(unsettled())
-        for engine, batch in self.split(destination.batch):
-            part = replace(destination, batch=batch)
-            if engine == "direct":
-                try:
-                    read_direct(part, self._direct_files, self._queues, self._buffers)
-                except RequestError:
-                    # Either the kernel has no queue left (fs.aio-max-nr limits those
-                    # of all processes together), or the file system does not support
-                    # the requests, or the file is damaged. In the last case,
-                    # `portable` raises an error that describes the damage.
+        if self._is_wide or self._name not in ("auto", "mapped"):
+            return False
+        return self._mapped.read_cached(row_ids, sink)
+
+    def read(self, request: ReadRequest) -> None:
+        """Read the records of a request. After this method returns or raises an
+        exception, no thread and no request of the kernel writes to the sink.
+        """
+        for engine, batch in self.split(request.batch):
+            part = replace(request, batch=batch)
+            try:
+                if engine == "direct":
+                    files = self._direct_files
+                    run_apart(read_direct(part, files, self._queues, self._buffers))
+                elif engine == "mapped":
+                    self._mapped.read(part)
+                else:
                     self._read_portable(part)
-            elif engine == "mapped":
-                self._read_mapped(part)
-            else:
+            except RequestError:
+                # Either the kernel has no queue left (fs.aio-max-nr limits those of all
+                # processes together), or the file system does not support the requests
+                # or memory maps, or the file is damaged. In the last case, `portable`
+                # raises an error that describes the damage.
                 self._read_portable(part)
 
-    def _read_mapped(self, destination: Destination) -> None:
-        spans = destination.batch.shard_spans
+    def _read_portable(self, request: ReadRequest) -> None:
         size = self._record_bytes
-        for first in range(0, len(spans), _MAPPED_SHARDS):
-            group = spans[first : first + _MAPPED_SHARDS]
-            part = slice(group[0][1], group[-1][2])
-            batch = destination.batch[part]
-            files = self._files.acquire_for(batch, size)
-            try:
-                try:
-                    addresses = [file.mapped_at() for file in files.values()]
-                except OSError:
-                    # the file system does not support memory maps
-                    self._read_portable(destination)
-                    return
-                # One array spans the memory of all maps. The memory between the maps is
-                # never read.
-                start = min(addresses)
-                stop = max(
-                    address + file.size
-                    for address, file in zip(addresses, files.values(), strict=True)
-                )
-                offsets = batch.per_record(addresses) + batch.positions * size - start
-                self._take_mapped(
-                    destination, memory_at(start, stop - start), offsets, part, files
-                )
-            finally:
-                self._files.release(files)
-
-    def _take_mapped(
-        self,
-        destination: Destination,
-        memory: Bytes,
-        offsets: Ints,
-        part: slice,
-        files: dict[int, ShardFile],
-    ) -> None:
-        """Pass records of mapped files to `destination`. Records that this process has
-        checked since it mapped their file are not checked again.
-        """
-        batch = destination.batch[part]
-        spans = [
-            (files[shard].checked(self._record_bytes), batch.positions[begin:end])
-            for shard, begin, end in batch.shard_spans
-        ]
-        is_checked = np.concatenate([checked[rows] for checked, rows in spans])
-        if destination.always_checks:
-            is_checked[:] = False
-        for checks in (True, False):
-            is_chosen = is_checked != checks
-            if is_chosen.all():
-                destination.take(memory, offsets, part, checks=checks)
-            elif is_chosen.any():
-                rows = np.flatnonzero(is_chosen)
-                destination.take(
-                    memory, offsets[rows], part.start + rows, checks=checks
-                )
-        for checked, rows in spans:
-            checked[rows] = True
-
-    def _read_portable(self, destination: Destination) -> None:
-        size = self._record_bytes
-        for piece in destination.batch.pieces(4 * PIECE_RECORDS):
-            batch = destination.batch[piece]
+        for piece in request.batch.pieces(4 * PIECE_RECORDS):
+            batch = request.batch[piece]
             files = self._files.acquire_for(batch, size)
             # Without gaps between the records, the buffer has the records of the batch
             # in the same order.
@@ -211,9 +162,9 @@ class LocalReads:
                     # the records [first, last) of the buffer are read
                     *_, first, _ = ranges[part][0]
                     *_, last = ranges[part][-1]
-                    offsets = np.arange(first, last) * size
+                    sources = buffer.ctypes.data + np.arange(first, last) * size
                     records = slice(piece.start + first, piece.start + last)
-                    destination.take(buffer, offsets, records)
+                    request.take(sources, records, buffer)
             finally:
                 self._files.release(files)
             # This is not in the `finally` block: after an exception, a thread may still
@@ -259,6 +210,8 @@ class LocalReads:
                 self._direct_bytes[shard] = 0
                 files = self._files.acquire([shard])
                 advise(files[shard].fd)
+                # the next read asks whether the page cache has the file by then
+                files[shard].trusted_until = 0.0
                 self._files.release(files)
             admitted.append(is_admitted)
         records: NDArray[np.bool_] = batch.per_record(admitted) == 1
@@ -269,6 +222,7 @@ class LocalReads:
         files again.
         """
         self._queues.close()
+        self._mapped.close()
         self._files.close()
         self._direct_files.close()
         self._buffers.close()
@@ -280,8 +234,8 @@ class LocalReads:
         now = time.monotonic()
         shards = [shard for shard, _, _ in batch.shard_spans]
         states: list[int] = []
-        for first in range(0, len(shards), _MAPPED_SHARDS):
-            held = self._files.acquire(shards[first : first + _MAPPED_SHARDS])
+        for first in range(0, len(shards), MAPPED_SHARDS):
+            held = self._files.acquire(shards[first : first + MAPPED_SHARDS])
             try:
                 for file in held.values():
                     if now >= file.trusted_until:

@@ -12,7 +12,6 @@ import contextlib
 import mmap
 import weakref
 from collections import deque
-from types import SimpleNamespace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,18 +39,30 @@ def aligned_bytes(size: int) -> Bytes:
     return memory
 
 
-def memory_at(address: int, size: int) -> Bytes:
-    """Return a read-only view of the memory at `address`, uint8 [size]. The caller must
-    keep the memory mapped while the view is read.
-    """
-    interface = {
-        "version": 3,
-        "data": (address, True),
-        "shape": (size,),
-        "typestr": "|u1",
-    }
-    memory: Bytes = np.asarray(SimpleNamespace(__array_interface__=interface))
-    return memory
+class _Interface:
+    """An object that NumPy reads as an array of bytes at a memory address."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, True),
+            "shape": (size,),
+            "typestr": "|u1",
+        }
+
+
+# NumPy makes no array at the address 0.
+_FIRST_ADDRESS = 64
+ADDRESS_SPACE: Bytes = np.asarray(_Interface(_FIRST_ADDRESS, 1 << 62))
+"""The whole address space as a read-only array. Kernels that take an array of bytes and
+offsets read records at any address from this array. The caller must keep the memory
+allocated meanwhile.
+"""
+
+
+def offset_of(addresses: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the offset in `ADDRESS_SPACE` of each of `addresses` [k], int64 [k]."""
+    return addresses - _FIRST_ADDRESS
 
 
 class _Owner:

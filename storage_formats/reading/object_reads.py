@@ -7,19 +7,22 @@ Blocks that are in the block cache on the local disk are read from the cache.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
 from storage_formats.errors import CorruptIndexError
-from storage_formats.reading.batch import Ints, Part
+from storage_formats.reading.batch import Ints
 from storage_formats.reading.block_cache import BlockCache
-from storage_formats.reading.destination import Destination
 from storage_formats.reading.files import TokenFiles
 from storage_formats.reading.memory import BufferPool, Bytes
+from storage_formats.reading.request import ReadRequest
+from storage_formats.reading.sinks import Sink
 from storage_formats.remote.objects import ObjectFolder
-from storage_formats.threads import Crew, settle, unsettled
+from storage_formats.threads import run_apart
 
 OBJECT_STORE = "object-store"
 
@@ -31,7 +34,7 @@ _RUN_BYTES = 4 << 20
 _GAP_BYTES = 64 << 10
 
 
-_Request: TypeAlias = tuple[int, int, int, Bytes, str | None]
+_Range: TypeAlias = tuple[int, int, int, Bytes, str | None]
 """(shard, start, stop, target, cache file): a request for the records at the positions
 [start, stop) of a shard. The records are written to `target`. If the name of the cache
 file is not None, they are also written to this file of the block cache.
@@ -60,71 +63,68 @@ class ObjectReads:
         info = self.folder.info(self.tokens.key(shard))
         return info.size if info else 0
 
-    def read(self, destination: Destination) -> None:
-        """Read the records of `destination.batch`, see `LocalReads.read`."""
-        batch = destination.batch
+    def read_cached(self, row_ids: Ints, sink: Sink) -> bool:
+        """Return False: every read compares checksums, see `LocalReads.read_cached`."""
+        return False
+
+    def read(self, request: ReadRequest) -> None:
+        """Read the records of a request, see `LocalReads.read`."""
+        run_apart(self._read_pieces(request))
+
+    def _read_pieces(self, request: ReadRequest) -> Generator[None, None, None]:
+        """Read the records of a request. Yield after each part of the work. After the
+        generator ends or is closed, no request writes to the sink.
+        """
         size = self.tokens.codec.record_bytes
-        crews: deque[tuple[Crew[_Request], Bytes, Ints, Part]] = deque()
+        pieces: deque[tuple[list[Future[None]], Bytes, Ints, Ints]] = deque()
+        threads = ThreadPoolExecutor(_PIECES_IN_FLIGHT * _REQUESTS)
 
-        def abandon() -> None:
-            for crew, *_ in crews:
-                crew.abandon()
-
-        def finish() -> None:
-            crew, buffer, offsets, part = crews[0]
-            crew.finish()
-            crews.popleft()
+        def finish() -> Generator[None, None, None]:
+            futures, buffer, sources, part = pieces.popleft()
+            for future in futures:
+                future.result()
+                yield
             # The requests of the next piece need the processor too, so only one thread
             # decodes while they are in flight.
-            destination.take(buffer, offsets, part, threads=1 if crews else None)
+            request.take(sources, part, buffer, threads=1 if pieces else None)
             self.buffers.give_back(buffer)
 
-        pending = unsettled()
-        settle(pending)
         try:
-            for piece in batch.pieces(_PIECE_RECORDS):
-                if len(crews) == _PIECES_IN_FLIGHT:
-                    finish()
+            for piece in request.batch.pieces(_PIECE_RECORDS):
+                if len(pieces) == _PIECES_IN_FLIGHT:
+                    yield from finish()
                 part = np.arange(piece.start, piece.stop)
                 names = {}
                 if self.cache:
-                    names = self.cache.names(batch[piece])
-                    part = part[
-                        ~self.cache.read(batch[piece], names, destination, piece.start)
-                    ]
+                    batch = request.batch[piece]
+                    names = self.cache.names(batch)
+                    part = part[~self.cache.read(batch, names, request, piece.start)]
                 if not len(part):
                     continue
-                missing = batch[part]
+                missing = request.batch[part]
                 ranges, indices = missing.ranges(
                     size, gap=_GAP_BYTES // size, longest_bytes=_RUN_BYTES
                 )
                 buffer = self.buffers.borrow(ranges[-1][-1] * size)
-                requests = [
-                    (
-                        shard,
-                        position,
-                        position + stop - start,
-                        buffer[start * size : stop * size],
-                        names.get(shard),
-                    )
-                    for shard, position, start, stop in ranges
-                ]
-                crew = Crew(self._read, requests)
-                crews.append((crew, buffer, indices * size, part))
-                crew.start(min(_REQUESTS, len(requests)))
-            while crews:
-                finish()
-        except BaseException:
-            pending.append(abandon)
-            settle(pending)
-            raise
+                futures = []
+                for shard, position, start, stop in ranges:
+                    target = buffer[start * size : stop * size]
+                    last = position + stop - start
+                    object_range = (shard, position, last, target, names.get(shard))
+                    futures.append(threads.submit(self._read_range, object_range))
+                sources = buffer.ctypes.data + indices * size
+                pieces.append((futures, buffer, sources, part))
+            while pieces:
+                yield from finish()
+        finally:
+            threads.shutdown(cancel_futures=True)
 
     def close(self) -> None:
         """Free the idle buffers."""
         self.buffers.close()
 
-    def _read(self, request: _Request) -> None:
-        shard, start, stop, target, cached_file = request
+    def _read_range(self, object_range: _Range) -> None:
+        shard, start, stop, target, cached_file = object_range
         size = self.tokens.codec.record_bytes
         key = self.tokens.key(shard)
         try:

@@ -71,7 +71,8 @@ def system_call(number: int, *arguments: int) -> int:
 
 
 class RequestError(Exception):
-    """The kernel has refused a queue or a request, or a request has failed.
+    """The kernel has refused a queue, a request or a memory map, or a request has
+    failed.
 
     This class is no subclass of OSError, because a signal handler may raise
     TimeoutError, a subclass of OSError, which must not be taken for a failed request.

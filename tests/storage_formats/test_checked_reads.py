@@ -11,7 +11,8 @@ import pytest
 from storage_formats import CorruptIndexError, TokenStore, UsageError, codec
 from storage_formats.format.checksum import crc32c_rows
 from storage_formats.format.layout import Layout
-from storage_formats.reading import destination, loops, memory
+from storage_formats.reading import loops, memory, records
+from storage_formats.reading.files import ShardFiles
 from tests.conftest import same_bits
 from tests.storage_formats.reading_cases import ALL, SPEC
 
@@ -110,7 +111,7 @@ def test_lost_checksums_are_an_error_of_checked_reads(index, whole, harm):
 def test_memory_is_copied_and_checked(compiled, size, count):
     if compiled and not loops.has_crc_instruction():
         pytest.skip("no CRC-32C instruction here")
-    copy_records = destination._compiled_loop() if compiled else destination._plain_loop
+    copy_records = records._compiled_loop() if compiled else records._plain_loop
     data = np.random.default_rng(0).integers(0, 256, (count, size), dtype=np.uint8)
     sources = data.ctypes.data + np.arange(count) * size
     expected = crc32c_rows(data)
@@ -124,6 +125,28 @@ def test_memory_is_copied_and_checked(compiled, size, count):
         assert (actual == expected).all()
         assert (target[:count] == (data if copies else 0)).all()
         assert not target[count].any()
+
+
+@pytest.mark.parametrize("read", ["fetch", "fetch_records", "max_sim"])
+@pytest.mark.parametrize("precision", SPEC.precisions)
+def test_checked_records_of_maps_need_no_file(index, precision, read, monkeypatch):
+    ids = np.random.default_rng(0).integers(0, SPEC.rows, 100)
+    query = np.ones((2, SPEC.block_shape[1]), np.float32)
+    with TokenStore.open(index, precision, "mapped") as store:
+        method = getattr(store, read)
+        arguments = [query, ids] if read == "max_sim" else [ids]
+        expected = method(*arguments)
+        with monkeypatch.context() as patch:
+            patch.setattr(ShardFiles, "acquire", None)
+            assert np.array_equal(method(*arguments), expected, equal_nan=True)
+        # a row that was not read yet, and closed maps, need files again
+        other = next(row for row in range(SPEC.rows) if row not in ids)
+        store.fetch([other])
+        store.close()
+        assert np.array_equal(method(*arguments), expected, equal_nan=True)
+        os.truncate(token_path(index, precision, 0), 100)
+        with pytest.raises(CorruptIndexError, match="shortened from"):
+            method(*arguments)
 
 
 @pytest.mark.parametrize("engine", ALL)

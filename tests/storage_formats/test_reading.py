@@ -207,8 +207,9 @@ def open_paths():
 
 @pytest.mark.parametrize("engine", ALL)
 def test_few_files_are_open_and_none_after_close(many_shards, engine, monkeypatch):
-    monkeypatch.setattr("storage_formats.reading.files.open_files", lambda: 2)
-    monkeypatch.setattr("storage_formats.reading.local_reads._MAPPED_SHARDS", 2)
+    for module in ("files", "mapped"):
+        monkeypatch.setattr(f"storage_formats.reading.{module}.open_files", lambda: 2)
+    monkeypatch.setattr("storage_formats.reading.mapped.MAPPED_SHARDS", 2)
     held = []
     real = ShardFiles.acquire
     monkeypatch.setattr(

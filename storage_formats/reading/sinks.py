@@ -1,0 +1,137 @@
+"""What is done with records that were read: they are copied, decoded or scored.
+
+A sink has the output array of one fetch. Its method `write` takes the memory address of
+each record and the index of the record in the output. It works on the calling thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage_formats.codecs import Blocks, Codec, Records
+from storage_formats.reading.batch import Ints
+from storage_formats.reading.memory import ADDRESS_SPACE, BufferPool, offset_of
+from storage_formats.reading.records import copy_records
+
+_BYPASS_FROM = 32 << 20
+"""Size in bytes from which on an output is written with non-temporal stores, which
+bypass the processor's cache. They make copies of 480 MB twice as fast
+(docs/lab/storage-io.md). A smaller output fits into the cache, from which the caller
+then reads it.
+"""
+_buffers = BufferPool()
+
+
+class Sink(Protocol):
+    """Receives records.
+
+    Attributes:
+        block_bytes: number of bytes that writing a record handles, from which the
+            number of threads is chosen.
+        records: the output as records, uint8 [k, record_bytes], if an engine may read
+            records directly into the output; otherwise None.
+    """
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def records(self) -> Records | None: ...
+
+    def write(self, sources: Ints, out_indices: Ints) -> None:
+        """Write the records at the addresses `sources` [k] to the items `out_indices`
+        [k] of the output.
+        """
+
+
+@dataclass(frozen=True)
+class RecordSink:
+    """Copies records to `records`, uint8 [k, record_bytes], C-contiguous."""
+
+    records: Records
+
+    @property
+    def block_bytes(self) -> int:
+        return int(self.records.shape[1])
+
+    def write(self, sources: Ints, out_indices: Ints) -> None:
+        size = self.records.shape[1]
+        targets = self.records.ctypes.data + out_indices * size
+        bypass = self.records.nbytes >= _BYPASS_FROM
+        copy_records(sources, targets, size, bypass=bypass)
+
+
+@dataclass(frozen=True)
+class BlockSink:
+    """Decodes records to `blocks`, bfloat16 [k, m, d], C-contiguous."""
+
+    codec: Codec
+    blocks: Blocks
+    records: None = None
+
+    @property
+    def block_bytes(self) -> int:
+        return 2 * self.codec.values
+
+    def write(self, sources: Ints, out_indices: Ints) -> None:
+        bits = self.blocks.view(np.uint16).reshape(-1)
+        moves = (offset_of(sources), out_indices)
+        self.codec.decode_at(ADDRESS_SPACE, moves, bits, (0, len(sources)))
+
+
+@dataclass(frozen=True)
+class ScoreSink:
+    """Writes the MaxSim of a query and each block to `scores`, float32 [k].
+
+    Attributes:
+        query: query vectors, float32 [q, d].
+    """
+
+    codec: Codec
+    query: NDArray[np.float32]
+    scores: NDArray[np.float32]
+    records: None = None
+
+    @property
+    def block_bytes(self) -> int:
+        return 2 * self.codec.values
+
+    def write(self, sources: Ints, out_indices: Ints) -> None:
+        scores = np.empty(len(sources), np.float32)
+        self._score(offset_of(sources), scores)
+        self.scores[out_indices] = scores
+
+    @functools.cached_property
+    def _record_scorer(self) -> Any:
+        return self.codec.scorer(self.query)
+
+    @functools.cached_property
+    def _padded_query(self) -> NDArray[np.float32]:
+        """The query with zero vectors up to a multiple of four vectors, flattened."""
+        padding = -len(self.query) % 4
+        return np.pad(self.query, ((0, padding), (0, 0))).reshape(-1)
+
+    def _score(self, offsets: Ints, scores: NDArray[np.float32]) -> None:
+        if self._record_scorer is not None:
+            self._record_scorer(ADDRESS_SPACE, offsets, scores)
+            return
+        from storage_formats.codecs.kernels import max_sim
+
+        m, d = self.codec.block_shape
+        shape = (m, d, len(self.query))
+        if not self.codec.has_offset:
+            # a bf16 record is the block, so it is scored where it lies
+            words = ADDRESS_SPACE.view(np.uint16)
+            max_sim(words, offsets // 2, self._padded_query, scores, shape)
+            return
+        buffer = _buffers.borrow(len(scores) * 2 * m * d)
+        words = buffer.view(np.uint16)
+        order = np.arange(len(scores))
+        self.codec.decode_at(ADDRESS_SPACE, (offsets, order), words, (0, len(scores)))
+        max_sim(words, order * (m * d), self._padded_query, scores, shape)
+        _buffers.give_back(buffer)
