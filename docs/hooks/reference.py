@@ -79,10 +79,8 @@ def package_page(package: str) -> str:
 
 
 def section_path(heading: str) -> str:
-    """Path of the page of a section, for example
-    "reference/cli/train-and-measure.md".
-    """
-    return f"reference/cli/{heading.lower().replace(' ', '-')}.md"
+    """Path of the page of a section, for example "reference/cli/build.md"."""
+    return f"reference/cli/{heading.lower()}.md"
 
 
 def output_text(output: dict[str, Any]) -> str:

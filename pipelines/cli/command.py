@@ -21,7 +21,7 @@ from typing import Any
 
 import click
 
-from pipelines.cli.output import JSON, print_result, run_job
+from pipelines.cli.output import JSON, QUIET, print_result, run_job
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.remote.urls import index_location, local_path
 
@@ -92,6 +92,26 @@ _DESCRIBED = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 _MEANING_OF_NONE = re.compile(r"[;.] None (?:selects|is|for) (.+?)\.(?= |$)")
 
 
+def _common_option(option: str, description: str) -> click.Option:
+    """Return a flag whose value `pipelines.cli.output.is_given` returns."""
+
+    def remember(context: click.Context, _: click.Parameter, value: bool) -> None:
+        if value:
+            context.meta[option] = True
+
+    return click.Option(
+        [option], is_flag=True, expose_value=False, callback=remember, help=description
+    )
+
+
+QUIET_OPTION = _common_option(QUIET, "Show no progress.")
+COMMON_OPTIONS = [
+    _common_option(JSON, "Print one JSON object on standard output."),
+    QUIET_OPTION,
+]
+"""Options that every command has, as it has --help."""
+
+
 class Job:
     """The function that a command runs.
 
@@ -143,8 +163,8 @@ def command(
         resume: names of parameters. The first that has a value is passed to
             `running_job` as `resume`.
         flags: for each parameter whose option does not have its name, the option; None
-            for a parameter that the command does not have, or for `json`. Parameters
-            that are not keyword-only are arguments, unless an option is given for them.
+            for a parameter that the command does not have. Parameters that are not
+            keyword-only are arguments, unless an option is given for them.
     """
 
     def decorate(function: Callable[..., Any]) -> click.Command:
@@ -214,19 +234,12 @@ class Command(click.Command):
                     flag = name.upper()
                 rows.append((each, default, flag))
                 self._flags[name] = flag
-        parameters = [self._parameter(*row) for row in rows]
-        if self._flags.get("json", "") is None:
-            return parameters
-        return [
-            *parameters,
-            click.Option(
-                ["--json"],
-                is_flag=True,
-                expose_value=False,
-                callback=lambda context, _, value: context.meta.update({JSON: value}),
-                help="Print one JSON object on standard output.",
-            ),
-        ]
+        return [self._parameter(*row) for row in rows]
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the parameters, the options of all commands, and --help."""
+        *parameters, usage = super().get_params(ctx)
+        return [*parameters, *COMMON_OPTIONS, usage]
 
     def _parameter(
         self,

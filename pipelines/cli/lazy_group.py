@@ -10,9 +10,8 @@ from typing import Any
 import click
 
 Sections = Mapping[str, Mapping[str, str]]
-"""Maps each heading of the help text to the commands below it. The inner mapping gives,
-for the name of each command, the module and the attribute that define the command, in
-the form "module:attribute".
+"""Maps each heading of the help text to the commands below it. The inner mapping gives
+the module that defines each command.
 """
 
 
@@ -29,27 +28,27 @@ class LazyGroup(click.Group):
     ) -> None:
         super().__init__(**settings)
         self._sections = sections
-        self._listed = {
-            name: target
+        self._modules = {
+            name: module
             for section in sections.values()
-            for name, target in section.items()
+            for name, module in section.items()
         }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self._listed)
+        return list(self._modules)
 
     def get_command(
         self,
         ctx: click.Context,
         cmd_name: str,
     ) -> click.Command | None:
-        target = self._listed.get(cmd_name)
-        if target is None:
+        module = self._modules.get(cmd_name)
+        if module is None:
             return None
-        module, _, attribute = target.partition(":")
-        command = getattr(importlib.import_module(module), attribute)
-        assert isinstance(command, click.Command)
-        return command
+        for value in vars(importlib.import_module(module)).values():
+            if isinstance(value, click.Command) and value.name == cmd_name:
+                return value
+        raise LookupError(cmd_name)
 
     def resolve_command(
         self,
@@ -57,10 +56,10 @@ class LazyGroup(click.Group):
         args: list[str],
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        nearest = difflib.get_close_matches(name, self._listed, 1)
+        nearest = difflib.get_close_matches(name, self._modules, 1)
         # During shell completion, when click sets `resilient_parsing`, the name may be
         # incomplete. An unknown name is then no error.
-        if nearest and name not in self._listed and not ctx.resilient_parsing:
+        if nearest and name not in self._modules and not ctx.resilient_parsing:
             ctx.fail(f"No such command '{name}'. Did you mean '{nearest[0]}'?")
         return super().resolve_command(ctx, args)
 
@@ -69,7 +68,7 @@ class LazyGroup(click.Group):
         ctx: click.Context,
         formatter: click.HelpFormatter,
     ) -> None:
-        column = max(map(len, self._listed))
+        column = max(map(len, self._modules))
         # Width of the short help texts. As in click's own method, 6 characters of the
         # line are left free for indentation and for the space before the text.
         width = formatter.width - 6 - column

@@ -17,8 +17,9 @@ import click
 from click.shell_completion import shell_complete
 
 from edje_index import __version__
+from pipelines.cli.command import QUIET_OPTION
 from pipelines.cli.lazy_group import LazyGroup
-from pipelines.cli.output import LOG_KEY, QUIET, open_standard_streams, print_json
+from pipelines.cli.output import LOG_KEY, open_standard_streams, print_json
 from pipelines.collector import own_process
 from pipelines.engines.base import describe_error
 from pipelines.progress.events import INTERRUPTED
@@ -68,46 +69,30 @@ _REMEDIES = {
 # exit code of a program that the signal SIGPIPE ends
 _BROKEN_PIPE = 128 + signal.SIGPIPE
 
-SECTIONS = {
-    "Index": {
-        "build": "pipelines.cli.build:build",
-        "import-arrays": "pipelines.cli.build:import_arrays",
-        "append": "pipelines.cli.build:append",
-        "update": "pipelines.cli.build:update",
-        "delete": "pipelines.cli.changes:delete",
-        "edit": "pipelines.cli.changes:edit",
-        "compact": "pipelines.cli.changes:compact",
-        "merge": "pipelines.cli.changes:merge",
-        "copy": "pipelines.cli.changes:copy",
-        "history": "pipelines.cli.changes:history",
-        "rollback": "pipelines.cli.changes:rollback",
-        "gc": "pipelines.cli.changes:gc",
-        "quantize": "pipelines.cli.changes:quantize",
-        "verify": "pipelines.cli.changes:verify",
-        "repair": "pipelines.cli.changes:repair",
-        "info": "pipelines.cli.info:info",
-        "failures": "pipelines.cli.info:failures",
-        "ann": "pipelines.cli.changes:ann",
+_MODULES = {
+    "Build": {"pipelines.cli.build": "build append update import-arrays"},
+    "Change": {
+        "pipelines.cli.changes": (
+            "delete edit compact merge copy quantize ann history rollback gc"
+        )
+    },
+    "Check": {
+        "pipelines.cli.info": "info failures",
+        "pipelines.cli.changes": "verify repair",
     },
     "Search": {
-        "search": "pipelines.cli.search:search",
-        "serve": "pipelines.cli.serve:serve",
-        "show": "pipelines.cli.serve:show",
-        "explain": "pipelines.cli.search:explain",
+        "pipelines.cli.search": "search explain eval",
+        "pipelines.cli.serve": "serve show",
     },
-    "Train and measure": {
-        "train": "pipelines.cli.train:train",
-        "eval": "pipelines.cli.search:evaluate",
-    },
-    "Models": {
-        "model": "pipelines.cli.bundles:model",
-    },
-    "Benchmarks": {
-        "bench": "benchmarks.cli:bench",
-    },
+    "Model": {"pipelines.cli.bundles": "model", "pipelines.cli.train": "train"},
+    "Bench": {"benchmarks.cli": "bench"},
 }
-"""Commands by heading, in the order of the help text, with the module and attribute
-that define each command.
+SECTIONS = {
+    heading: {name: module for module in modules for name in modules[module].split()}
+    for heading, modules in _MODULES.items()
+}
+"""Commands by heading, in the order of the help text, with the module that defines each
+command.
 """
 
 _COMMANDS = {name for section in SECTIONS.values() for name in section}
@@ -173,13 +158,6 @@ def _print_version(
         " build.jsonl build photos ..."
     ),
 )
-@click.option(
-    "--quiet",
-    is_flag=True,
-    expose_value=False,
-    callback=lambda context, _, value: context.meta.update({QUIET: value}),
-    help="Show no progress. This option may also follow the name of the command.",
-)
 def cli(as_json: bool) -> None:
     """Index image collections for EDJE re-ranking: visual tokens in a sharded store,
     embeddings in FAISS.
@@ -199,6 +177,9 @@ def cli(as_json: bool) -> None:
         raise UsageError(
             "--json belongs after the name of the command, or after --version"
         )
+
+
+cli.params.append(QUIET_OPTION)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -229,8 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGINT, interrupt)
     if arguments is None:
         arguments = sys.argv[1:]
-    # As an option of all commands, --quiet may follow the name of the command.
-    arguments = sorted(arguments, key=lambda argument: argument != "--quiet")
+    arguments = list(arguments)
     if not arguments or arguments[0] == "help":
         arguments = [*arguments[1:], "--help"]
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from pipelines.cli.command import PATH, location
+from pipelines.cli.command import COMMON_OPTIONS, PATH, location
 
 __all__ = ["PATH", "location"]
 
@@ -59,21 +59,18 @@ def option(
     return click.option(*names, type=kind, **settings)
 
 
-def _flag(option: str, description: str) -> Callable[[Any], Any]:
-    """Return a decorator that adds a flag. The function of the command does not get the
-    flag: `pipelines.cli.output.is_given` reads it from the context of click.
-    """
+def _common(option: click.Option) -> Callable[[Any], Any]:
+    """Return a decorator that adds an option of all commands."""
     return click.option(
-        option,
+        option.opts[0],
         is_flag=True,
         expose_value=False,
-        callback=lambda context, _, value: context.meta.update({option: value}),
-        help=description,
+        callback=option.callback,
+        help=option.help,
     )
 
 
-json_option = _flag("--json", "Print one JSON object on standard output.")
-quiet_option = _flag("--quiet", "Show no progress.")
+json_option, quiet_option = map(_common, COMMON_OPTIONS)
 images_option = click.option(
     "--images",
     type=PATH,

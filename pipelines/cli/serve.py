@@ -24,7 +24,7 @@ _OF_HTTP = ("host", "port", "hosts", "insecure", "deadline")
 _LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]"]
 
 
-@command(hosts="--allowed-host", is_mcp="--mcp", json=None)
+@command(hosts="--allowed-host", is_mcp="--mcp")
 def serve(
     index: Path,
     *,
@@ -126,7 +126,7 @@ def serve(
         )
 
 
-@command(json=None)
+@command()
 def show(folder: Path, *, model: str | None = None) -> None:
     """Index the photos in FOLDER, and open a page in the browser that searches them.
 
