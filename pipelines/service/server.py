@@ -21,9 +21,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from edje_index import __version__
 from edje_index.search.token_index import TokenIndex
+from pipelines.service import dialects, routes
 from pipelines.service.batching import Batcher
 from pipelines.service.guard import STATIC, Guard, Limits, Metrics, answer_error, logger
-from pipelines.service.routes import ServiceState, router
+from pipelines.service.state import ServiceState
 from storage_formats.arguments import as_count
 from storage_formats.errors import EdjeError, UsageError
 
@@ -186,7 +187,8 @@ def run_service(
         docs_url=None,
         redoc_url=None,
     )
-    app.include_router(router)
+    app.include_router(routes.router)
+    app.include_router(dialects.router)
     app.add_route(
         "/docs", lambda _: FileResponse(STATIC / "docs.html"), include_in_schema=False
     )

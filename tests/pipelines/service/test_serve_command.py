@@ -28,8 +28,8 @@ from starlette.testclient import TestClient
 
 from edje_index import Client
 from pipelines.service.guard import Guard, Limits, Metrics
-from pipelines.service.routes import Threads
 from pipelines.service.server import listen
+from pipelines.service.state import Threads
 from tests.pipelines.service.server import (
     resident_bytes,
     serve,
