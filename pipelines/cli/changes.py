@@ -494,8 +494,6 @@ ann.add_command(build_ann)
     resume="index",
     to="--to",
     source="--from",
-    workers=None,
-    address=None,
     report_dir="--report",
 )
 def quantize(
@@ -503,6 +501,7 @@ def quantize(
     *,
     report_dir: Path | None = None,
     queries: Path | None = None,
+    model: Path | None = None,
 ) -> Iterator[str]:
     """Add or remove precisions of the tokens in INDEX.
 
@@ -527,14 +526,16 @@ def quantize(
             DIR, also write the report to DIR.
         queries: with `report_dir`: file of queries, as text or .jsonl. None selects a
             sample of 1,000 captions in INDEX.
+        model: with `report_dir`: directory of the model bundle. None selects the bundle
+            that built INDEX.
     """
     index = job.given["index"]
     to = job.given["to"]
     is_change = to or job.given["drop"]
     if not (is_change or report_dir):
         raise UsageError("nothing to do: give --to, --drop or --report")
-    if queries and report_dir is None:
-        raise UsageError("--queries needs --report; add --report")
+    if (queries or model) and report_dir is None:
+        raise UsageError("--queries and --model need --report; add --report")
     output: dict[str, Any] = {}
     if report_dir is not None:
         if not isinstance(index, Path):
@@ -557,7 +558,9 @@ def quantize(
         reference = precision_to_read(
             index, Manifest.load(index), job.given.get("source")
         )
-        measured = run_job(measure_precisions, index, reference, to, queries=queries)
+        measured = run_job(
+            measure_precisions, index, reference, to, queries=queries, model=model
+        )
         text = quantization_report(measured)
         yield from text.splitlines()
         if is_written:

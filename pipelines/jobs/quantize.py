@@ -89,9 +89,10 @@ def quantize_index(
         source: precision to convert from. Without it, a precision of `to` must not have
             a higher fidelity than the stored tokens. None selects the precision of the
             highest fidelity that is stored.
-        workers: number of Ray workers; None converts on all CPUs of this machine, in
-            threads.
-        address: address of the Ray cluster to join; None starts Ray on this machine.
+        workers: number of Ray workers. None selects threads of this process, on all
+            CPUs.
+        address: Ray cluster to join, with `workers`. None selects a new Ray on this
+            machine.
 
     Raises:
         UsageError: there is no index at `index`, a precision is unknown, or the disk is
@@ -112,6 +113,8 @@ def quantize_index(
     to = as_list(to, "to", "precisions")
     drop = as_list(drop, "drop", "precisions")
     workers = optional_count(workers, "workers")
+    if address is not None and workers is None:
+        raise UsageError("a cluster needs a number of workers", parameter="address")
     request = {"to": sorted(to), "drop": sorted(drop), "source": source}
     with begin(index, "quantize", request) as change:
         before = change.index.spec.precisions

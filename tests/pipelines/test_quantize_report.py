@@ -165,7 +165,7 @@ def test_the_command_prints_writes_and_changes_nothing(synthetic, tmp_path, caps
 def test_wrong_usage(synthetic, capsys):
     for arguments, words in (
         ([], "give --to, --drop or --report"),
-        (["--to", "fp8", "--queries", "q"], "--queries needs --report"),
+        (["--to", "fp8", "--model", "m"], "--model need --report"),
         (["--to", "fp3", "--report"], "unknown precision 'fp3'"),
         (["--from", "nvfp4", "--report"], "does not have precision 'nvfp4'"),
     ):
