@@ -391,7 +391,7 @@ class ShardEncoder:
         from edje_index.inputs.containers import split_uri
         from edje_index.inputs.refs import InputRef
         from pipelines.sources.base import file_input
-        from pipelines.sources.packed import packed_source
+        from pipelines.sources.tree import packed_source
 
         (table,) = iter_stored_rows(self._index, _COLUMNS, [self._shard])
         rows = [row for row in table.to_pylist() if row["status"] == INDEXED]

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import pyarrow as pa
 
-from edje_index.inputs.containers import ARCHIVE_SUFFIXES
+from edje_index.inputs.containers import ARCHIVE_SUFFIXES, container_kind
 from edje_index.inputs.names import has_input_suffix
 from edje_index.inputs.preparation import Columns, Job, Preparation
 from edje_index.inputs.refs import InputRef
@@ -36,7 +36,6 @@ from pipelines.progress.events import (
     StatusMessage,
 )
 from pipelines.sources.base import (
-    ImageFileSource,
     Patterns,
     Source,
     SourceError,
@@ -46,9 +45,8 @@ from pipelines.sources.base import (
     read_head,
     unreadable,
 )
-from pipelines.sources.folder import FolderSource
-from pipelines.sources.packed import ArchiveSource, is_packed_name, scan_ahead
 from pipelines.sources.table import TableSource
+from pipelines.sources.tree import TreeSource, scan_ahead
 from storage_formats.errors import UsageError
 from storage_formats.format.source_columns import metadata_text
 from storage_formats.remote.files import list_remote_folder, require_libraries
@@ -110,8 +108,10 @@ def open_sources(
     sources = [open_source(name, column, clips=clips) for name in names]
     for source in sources:
         source.patterns = patterns or source.patterns
-    kinds = (TableSource, FolderSource)
-    if column is not None and not any(isinstance(each, kinds) for each in sources):
+    has_columns = any(
+        isinstance(source, TableSource) or _is_directory(source) for source in sources
+    )
+    if column is not None and not has_columns:
         raise UsageError(
             f"the column {column} is given, but no source is a table with columns;"
             " leave the column out",
@@ -141,9 +141,7 @@ def iter_all(sources: Sequence[Source]) -> Iterator[InputRef]:
     """Yield the inputs of all sources in row order."""
     # Threads list consecutive archives and Parquet files in parallel, because a thread
     # that reads their headers mostly waits for the disk.
-    for are_packed, group in itertools.groupby(
-        sources, lambda source: is_packed_name(source.spec)
-    ):
+    for are_packed, group in itertools.groupby(sources, _is_packed):
         if are_packed:
             yield from scan_ahead(list(group))
         else:
@@ -350,7 +348,7 @@ def open_source(
                 f"cannot list the directory {spec}: permission denied; change its"
                 " permissions"
             )
-        return FolderSource(spec, clips=clips, column=column)
+        return TreeSource(spec, True, column, clips=clips)
     elif os.path.exists(spec) and not os.path.isfile(spec):
         raise SourceError(
             f"{spec} is neither a directory nor a regular file; give {ACCEPTED}"
@@ -360,14 +358,14 @@ def open_source(
         head = b"" if is_url(spec) else read_head(os.fsencode(spec))
         if suffix in TABLE_SUFFIXES:
             return _open_table(spec, column)
-        if is_packed_name(spec):
-            return ArchiveSource(spec, clips=clips)
+        if container_kind(file_name(spec)) is not None:
+            return TreeSource(spec, clips=clips)
         is_image = has_input_suffix(os.fsencode(file_name(spec)), clips) or is_input(
             head, clips
         )
         # A URL with a query or a fragment names one file, and no directory.
         if is_image or (is_url(spec) and file_name(spec) != spec):
-            return ImageFileSource(spec)
+            return TreeSource(spec)
         if is_url(spec):
             listing = list_remote_folder(spec)
             if listing is None:
@@ -378,7 +376,7 @@ def open_source(
                 )
             if not any(listing):
                 raise SourceError(f"{spec} does not exist; check the URL")
-            return FolderSource(spec, clips=clips, column=column)
+            return TreeSource(spec, True, column, clips=clips)
     except (OSError, ValueError, EOFError, pa.ArrowException) as error:
         if isinstance(error, FileNotFoundError) and not is_url(spec):
             raise SourceError(f"{spec} does not exist; check the path") from error
@@ -393,6 +391,14 @@ def open_source(
             f"{spec} is a video; set the number of frames per clip to index videos"
         )
     raise SourceError(f"{spec} is not a source of images; give {ACCEPTED}")
+
+
+def _is_directory(source: Source) -> bool:
+    return isinstance(source, TreeSource) and source.is_directory
+
+
+def _is_packed(source: Source) -> bool:
+    return container_kind(file_name(source.spec)) is not None
 
 
 def _open_table(spec: str, column: str | None) -> TableSource:
@@ -447,36 +453,27 @@ def expand_braces(pattern: str) -> list[str]:
     A range can count down. If a bound of a range has a leading zero, such as `01`, all
     numbers of the range are padded with zeros to the width of the longer bound.
     """
-    parts: list[list[str]] = []
-    end = 0
-    for braces in _BRACES.finditer(pattern):
-        if braces[3] is not None:
-            choices = braces[3].split(",")
-        else:
-            start = int(braces[1])
-            stop = int(braces[2])
-            is_padded = any(re.match(r"-?0\d", bound) for bound in braces.groups()[:2])
-            width = max(len(braces[1]), len(braces[2])) if is_padded else 0
-            numbers = (
-                range(start, stop + 1) if stop >= start else range(start, stop - 1, -1)
-            )
-            choices = [
-                f"{number:0{width}d}" for number in numbers[: MAX_EXPANSIONS + 1]
-            ]
-        parts += [[pattern[end : braces.start()]], choices]
-        end = braces.end()
-    names = [
-        "".join(name)
-        for name in itertools.islice(
-            itertools.product(*parts, [pattern[end:]]), MAX_EXPANSIONS + 1
-        )
-    ]
-    if len(names) > MAX_EXPANSIONS:
+    braces = _BRACES.search(pattern)
+    if braces is None:
+        return [pattern]
+    if braces[3] is not None:
+        choices = braces[3].split(",")
+    else:
+        start = int(braces[1])
+        stop = int(braces[2])
+        is_padded = any(re.match(r"-?0\d", bound) for bound in braces.groups()[:2])
+        width = max(len(braces[1]), len(braces[2])) if is_padded else 0
+        step = 1 if stop >= start else -1
+        numbers = range(start, stop + step, step)[: MAX_EXPANSIONS + 1]
+        choices = [f"{number:0{width}d}" for number in numbers]
+    ends = expand_braces(pattern[braces.end() :])
+    if len(choices) * len(ends) > MAX_EXPANSIONS:
         raise SourceError(
             f"{pattern} expands to more than {MAX_EXPANSIONS:,} names; give several"
             " smaller patterns"
         )
-    return names
+    start_text = pattern[: braces.start()]
+    return [f"{start_text}{choice}{end}" for choice in choices for end in ends]
 
 
 def _real_path(source: Source) -> bytes:
@@ -494,31 +491,23 @@ def _contained(sources: Sequence[Source]) -> Iterator[tuple[Source, Source]]:
         if other is not source:
             yield source, other
     folders = {
-        path: source
-        for path, source in source_of_path.items()
-        if isinstance(source, FolderSource)
+        path: source for path, source in source_of_path.items() if _is_directory(source)
     }
     # Directory -> names of its files, for directories that contain archives or Parquet
     # files from `sources`. A directory can contain thousands of them, but is listed
     # only once.
-    names_in: dict[bytes, list[bytes]] = {}
+    names_in = functools.cache(os.listdir)
     for path, source in source_of_path.items():
         parents = [os.path.dirname(path)]
         while parents[-1] != os.path.dirname(parents[-1]):
             parents.append(os.path.dirname(parents[-1]))
-        outer = next(
-            (folders[parent] for parent in parents if parent in folders), source
-        )
-        if outer is source:
-            continue
-        is_part = isinstance(source, FolderSource | ImageFileSource)
+        outer = next((folders[each] for each in parents if each in folders), None)
         # A directory source reads an archive or a Parquet file only if there are no
-        # images or clips beside it.
-        if is_packed_name(source.spec):
-            if not is_url(path) and parents[0] not in names_in:
-                names_in[parents[0]] = os.listdir(parents[0])
+        # images or clips beside it, and no list.
+        is_part = isinstance(source, TreeSource)
+        if outer is not None and _is_packed(source):
             is_part = not is_url(path) and not holds_inputs(
-                names_in[parents[0]], source.clips
+                names_in(parents[0]), source.clips
             )
-        if is_part:
+        if outer is not None and is_part:
             yield source, outer

@@ -186,14 +186,6 @@ class Source(ABC):
         """
 
 
-@dataclass
-class ImageFileSource(Source):
-    """A source that is one image file or one clip."""
-
-    def _iter_inputs(self) -> Iterator[InputRef]:
-        yield file_input(self.path)
-
-
 class SourceError(UsageError):
     """A source cannot be used."""
 

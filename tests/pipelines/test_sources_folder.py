@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from edje_index.inputs.refs import read_bytes
 from pipelines.sources import open_source
 from pipelines.sources.base import Patterns
-from pipelines.sources.folder import FolderSource
+from pipelines.sources.tree import TreeSource
 
 JPEG = b"\xff\xd8\xff\xe0" + bytes(40)
 
@@ -207,14 +207,14 @@ def test_every_real_image_is_found_once(
                 if kind == "file"
                 else path.symlink_to(root / name, target_is_directory=True)
             )
-    refs = list(FolderSource(str(root)).iter_inputs())
+    refs = list(TreeSource(str(root), True).iter_inputs())
     real = [os.path.realpath(ref.path) for ref in refs]
     assert sorted(real) == sorted(
         os.fsencode(path) for path in root.rglob("*.jpg") if not path.is_symlink()
     )
-    assert list(FolderSource(str(root)).iter_inputs()) == refs
+    assert list(TreeSource(str(root), True).iter_inputs()) == refs
     # with patterns, a file is used under one of the paths that they select
-    source = FolderSource(str(root))
+    source = TreeSource(str(root), True)
     source.patterns = Patterns(exclude=["/a/", "/b/linkc/", "a.jpg"])
     used = [(ref.uri, os.path.realpath(ref.uri)) for ref in source.iter_inputs()]
     selected = {

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipelines.sources import expand_braces, open_sources
-from pipelines.sources.base import ImageFileSource
-from pipelines.sources.folder import FolderSource
-from pipelines.sources.packed import ArchiveSource
 from pipelines.sources.table import TableSource
+from pipelines.sources.tree import TreeSource
 from storage_formats.errors import UsageError
 
 
@@ -41,10 +39,10 @@ def test_kinds(photos: Path) -> None:
     ]
     sources = open_sources([str(spec) for spec in specs])
     assert list(map(type, sources)) == [
-        FolderSource,
-        ArchiveSource,
+        TreeSource,
+        TreeSource,
         TableSource,
-        ImageFileSource,
+        TreeSource,
     ]
     assert [source.spec for source in sources] == [str(spec) for spec in specs]
 

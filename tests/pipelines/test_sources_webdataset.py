@@ -17,7 +17,7 @@ from edje_index.inputs.ranges import open_ranged
 from edje_index.inputs.refs import InputRef, read_bytes
 from edje_index.inputs.tars import TarArchive
 from pipelines.sources import iter_all, open_sources
-from pipelines.sources.packed import ArchiveSource
+from pipelines.sources.tree import TreeSource
 
 Member = tuple[str, bytes]
 
@@ -34,7 +34,7 @@ def write_tar(
 
 
 def scan(path: Path) -> tuple[list[InputRef], dict[str, int]]:
-    source = ArchiveSource(str(path))
+    source = TreeSource(str(path))
     return list(source.iter_inputs()), dict(source.ignored)
 
 

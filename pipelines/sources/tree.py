@@ -1,16 +1,28 @@
-"""Sources that are directory trees, local or on a server."""
+"""Sources that are trees of files: directories, archives and single files, local or on
+a server.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import stat
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from edje_index.images.decode import HEAD_BYTES, ImageError
+from edje_index.inputs.containers import (
+    ARCHIVES,
+    PARQUET,
+    Archive,
+    Container,
+    container_kind,
+    members_with_sidecars,
+)
 from edje_index.inputs.names import (
     MAX_SIDECAR_BYTES,
     SIDECAR_SUFFIXES,
@@ -18,19 +30,22 @@ from edje_index.inputs.names import (
     is_litter,
     join_sidecars,
 )
-from edje_index.inputs.ranges import open_file
+from edje_index.inputs.ranges import open_file, open_ranged
 from edje_index.inputs.refs import InputRef, display_path
 from edje_index.inputs.tables import CAPTIONS, UNREADABLE, Table
+from edje_index.inputs.tars import Member
 from pipelines.sources.base import (
     Source,
     file_input,
+    file_name,
     holds_inputs,
     ignored_as,
     listed_input,
+    lost_file,
     problem_of,
     read_head,
 )
-from pipelines.sources.packed import is_packed_name, packed_source, scan_ahead
+from pipelines.sources.table import TableSource
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.format.source_columns import CAPTION_COLUMNS, captions_of
@@ -43,6 +58,8 @@ from storage_formats.remote.urls import is_url, scheme_of
 from storage_formats.threads import ordered_map
 
 _FILES_AT_ONCE = 16
+# threads that list archives, and archives that are listed ahead
+_PACKED_AT_ONCE = (8, 8)
 # device and inode: the same for every path to a file or directory
 _FileId = tuple[int, int]
 # name of an input -> suffix of a metadata file -> name of the metadata file
@@ -84,8 +101,9 @@ class _Directory:
 
 
 @dataclass
-class FolderSource(Source):
-    """The images in a directory and its subdirectories.
+class TreeSource(Source):
+    """The images in a directory and its subdirectories, in an archive, or in one image
+    file.
 
     In each directory, the files come first and the subdirectories follow, both sorted
     by the bytes of their names. Symbolic links are followed. Links to directories are
@@ -104,14 +122,27 @@ class FolderSource(Source):
     Directories of indexes are ignored, because a build may write its index into its
     source.
 
+    The members of an archive have the order of the archive. Their metadata are in
+    other members, by the same names as in a directory. Members that cannot be read, for
+    example links, become inputs with a problem such as "unsupported-member". If the
+    archive is damaged, one input with the problem "truncated-archive",
+    "damaged-archive" or "too-expensive" replaces all members after the damage.
+
     Attributes:
+        is_directory: True for a directory.
         column: name of the column of images in Parquet files; None selects the column
             by its content.
     """
 
+    is_directory: bool = False
     column: str | None = None
 
     def _iter_inputs(self) -> Iterator[InputRef]:
+        if not self.is_directory:
+            name = file_name(self.spec)
+            is_archive = container_kind(name) is not None
+            yield from self._members() if is_archive else [file_input(self.path)]
+            return
         # paths of each directory, archive and Parquet file that was read
         self._visited: dict[_FileId, list[bytes]] = {}
         # directory -> names of its files that were used through a link
@@ -242,13 +273,10 @@ class FolderSource(Source):
         files: list[bytes] = []
         packed: list[bytes] = []
         for name in names:
-            is_packed = (
-                reads_packed
-                and is_packed_name(os.fsdecode(name))
-                and not name.startswith(b".")
-            )
-            (packed if is_packed else files).append(name)
-            if not reads_packed and is_packed_name(os.fsdecode(name)):
+            is_packed = container_kind(os.fsdecode(name)) is not None
+            is_read = is_packed and reads_packed and not name.startswith(b".")
+            (packed if is_read else files).append(name)
+            if is_packed and not reads_packed:
                 self.hidden[display_path(os.path.join(directory.path, name))] = (
                     "it is not read, because images lie beside it: move them"
                 )
@@ -370,6 +398,67 @@ class FolderSource(Source):
             self._damaged.append(os.path.join(directory.path, b""))
         return True
 
+    def _members(self) -> Iterator[InputRef]:
+        """Yield the inputs in an archive."""
+        name = file_name(self.spec).lower()
+        kind = str(container_kind(name))
+        refs: list[InputRef] = []
+        try:
+            with open_ranged(
+                self.path, only_headers=name.endswith((".tar", ".zip"))
+            ) as file:
+                archive = ARCHIVES[kind][0](file)
+                container = Container(kind, file.length)
+                for member, contents in members_with_sidecars(archive, self.clips):
+                    key = self._ignored_member(archive, member)
+                    if key is not None:
+                        self.ignored.count(key, 1 + len(contents))
+                        continue
+                    uri = f"{display_path(self.path)}!{display_path(member.name)}"
+                    ref = InputRef(
+                        uri,
+                        self.path,
+                        None if member.problem else container,
+                        member.offset,
+                        member.size,
+                        problem=member.problem,
+                        metadata=self._metadata(uri, contents, {}),
+                    )
+                    refs.append(ref)
+        except (ImageError, OSError, ValueError, EOFError) as error:
+            # The metadata of all members may be behind the damage.
+            self.unread.update(ref.uri for ref in refs)
+            refs.append(lost_file(self, error))
+        yield from refs
+
+    def _ignored_member(
+        self,
+        archive: Archive,
+        member: Member,
+    ) -> str | None:
+        """Return the key under which a member is ignored; None if it is an input."""
+        # The names in some zips that Windows programs wrote contain backslashes.
+        name = member.name.replace(b"\\", b"/")
+        parts = [part for part in name.split(b"/") if part not in (b"", b".", b"..")]
+        if not parts:
+            return "(not a file)"
+        # A member inside a hidden directory is counted as hidden. macOS archives
+        # contain the attributes of files in a directory `__MACOSX`, which is treated
+        # like a hidden directory.
+        name = next(
+            (part for part in parts if part.startswith(b".") or part == b"__MACOSX"),
+            parts[-1],
+        )
+        name = b"." if name == b"__MACOSX" else name
+
+        def read_start() -> bytes:
+            size = min(HEAD_BYTES, member.size)
+            with contextlib.suppress(ImageError):
+                return archive.head(member.offset, size)
+            return b""
+
+        return ignored_as(name, read_start, clips=self.clips)
+
     def _is_selected(self, uri: str) -> bool:
         return self.patterns.select(self._path_in_source(uri))
 
@@ -446,3 +535,34 @@ def _read_sidecar(path: bytes) -> bytes | None:
 def _file_id(path: bytes) -> _FileId:
     status = os.stat(path)
     return status.st_dev, status.st_ino
+
+
+def packed_source(
+    spec: str,
+    column: str | None = None,
+    *,
+    clips: bool = False,
+) -> Source:
+    """Return the source for an archive or a Parquet file of images. The file is opened
+    when it is listed.
+
+    `column` is the name of the column with the images, if the file is a Parquet file
+    that has it. None selects the column by its content.
+    """
+    if container_kind(file_name(spec)) == PARQUET:
+        return TableSource(spec, column, images_only=True, clips=clips)
+    return TreeSource(spec, clips=clips)
+
+
+def scan_ahead(sources: Sequence[Source]) -> Iterator[InputRef]:
+    """Yield the inputs of archives and Parquet files in order. Threads list the next
+    sources ahead of the caller.
+    """
+    if len(sources) == 1:
+        yield from sources[0].iter_inputs()
+        return
+    listed = ordered_map(
+        lambda source: list(source.iter_inputs()), sources, *_PACKED_AT_ONCE
+    )
+    for refs in listed:
+        yield from refs
