@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from edje_index.captions.reading import CaptionedImage, usable_captions
 from edje_index.inputs.refs import display_path
 from edje_index.inputs.tables import SPLIT
-from storage_formats.arrays import Bools, Ints
+from storage_formats.arrays import Ints
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import (
@@ -36,7 +36,6 @@ NAME_COLUMNS = (
     "uri_raw",
     "status",
     "reason",
-    "detail",
     "duplicate_of",
 )
 """Columns of the rows table that `match_items` reads."""
@@ -51,13 +50,10 @@ class MatchedRows:
         reasons: one entry per image: None for an image with a row, otherwise the reason
             why the image has no row: "not-in-index", "deleted", or the reason why a
             build could not encode the image.
-        truncated: True for an image whose file is truncated, so that the build indexed
-            only the readable part of the image, bool [n].
     """
 
     rows: Ints
     reasons: tuple[str | None, ...]
-    truncated: Bools
 
     def missing(self) -> dict[str, int]:
         """Return the number of images without a row, by reason."""
@@ -100,9 +96,7 @@ def stored_captions(
         if row["status"] == INDEXED and split in (None, its_split):
             captions, _ = usable_captions({name: row[name] for name in captioned})
             if captions:
-                items.append(
-                    CaptionedImage(uri, uri, captions, its_split, uri, row["row_id"])
-                )
+                items.append(CaptionedImage(uri, captions, its_split, row["row_id"]))
     if not items:
         which = "" if split is None else f" of the split '{split}'"
         raise UsageError(
@@ -185,15 +179,13 @@ def match_items(
     holders = pc.if_else(is_duplicate, table["duplicate_of"], table["row_id"])
     row_ids = holders.take(pa.array(positions, mask=positions < 0))
     originals = pc.index_in(row_ids, value_set=table["row_id"])
-    matches = table.select(["row_id", "status", "reason", "detail"]).take(originals)
+    matches = table.select(["row_id", "status", "reason"]).take(originals)
     rows = np.full(len(items), -1)
-    truncated = np.zeros(len(items), dtype=bool)
     reasons: list[str | None] = []
     for at, row in enumerate(matches.to_pylist()):
         reasons.append(row["reason"])
         if row["status"] == INDEXED:
             rows[at] = row["row_id"]
-            truncated[at] = row["detail"] is not None
             reasons[at] = None
         elif row["status"] is None:
             # Either the name has no row, or the row is a duplicate whose original is
@@ -211,7 +203,7 @@ def match_items(
             f" index is {table['uri'][0].as_py()}; give the right base directory of the"
             " image paths"
         )
-    return MatchedRows(rows, tuple(reasons), truncated)
+    return MatchedRows(rows, tuple(reasons))
 
 
 def _keys(table: pa.Table) -> pa.ChunkedArray:

@@ -1,9 +1,9 @@
 """Reads the captions of images from tables and archives.
 
 A table is a file that `edje_index.inputs.tables` reads, with captions in a column
-`captions`, `caption` or `text`. The columns `split` and `image_id` are optional. In an
-archive, KEY.txt and KEY.json hold the captions of KEY.jpg, as in WebDataset. A build
-reads tables and archives in the same way.
+`captions`, `caption` or `text`. A column `split` is optional. In an archive, KEY.txt
+and KEY.json hold the captions of KEY.jpg, as in WebDataset. A build reads tables and
+archives in the same way.
 
 Entries of the same image and split are merged into one image with all their captions.
 """
@@ -31,7 +31,7 @@ from edje_index.inputs.containers import (
 from edje_index.inputs.names import parse_sidecars
 from edje_index.inputs.ranges import open_ranged
 from edje_index.inputs.refs import display_path
-from edje_index.inputs.tables import IMAGE_ID, SPLIT, Table
+from edje_index.inputs.tables import SPLIT, Table
 from storage_formats.atomic import Json
 from storage_formats.errors import UsageError
 from storage_formats.format.source_columns import captions_of
@@ -58,25 +58,19 @@ class CaptionedImage:
     """One image and its captions.
 
     Attributes:
-        image: name of the image, as in the caption file; for an image in an archive,
-            the same as `path`.
         path: absolute path or URL of the image, or "<archive>!<member>" for an image in
             an archive.
         captions: the captions, at least one. No caption is blank.
         split: name of the split in the caption file; None if the caption file names no
             split.
-        image_id: identifier of the image in the caption file; equal to `image` if the
-            file has no identifiers.
         row_id: row of the index that holds the captions; None if they are from a
             caption file.
     """
 
-    image: str
     # A string, because a `Path` would take more memory than all other attributes.
     path: str
     captions: tuple[str, ...]
     split: str | None
-    image_id: str
     row_id: int | None = None
 
 
@@ -135,10 +129,8 @@ def read_caption_file(
             captions, left_out = usable_captions(values)
         except ValueError as error:
             raise UsageError(f"{where}: {error}") from error
-        its_split, image_id = (
-            None if values.get(label) is None else str(values[label])
-            for label in (SPLIT, IMAGE_ID)
-        )
+        its_split = values.get(SPLIT)
+        its_split = None if its_split is None else str(its_split)
         if parts is None or its_split in parts:
             blank += left_out
         if not captions:
@@ -146,7 +138,7 @@ def read_caption_file(
         location = name
         if scheme_of(name) is None:
             location = os.path.normpath(os.path.join(folder, name))
-        item = CaptionedImage(name, location, captions, its_split, image_id or name)
+        item = CaptionedImage(location, captions, its_split)
         first = merged.get((location, its_split))
         if first is not None:
             item = replace(first, captions=first.captions + captions)
@@ -175,8 +167,7 @@ def check_apart(train: Iterable[CaptionedImage], dev: Sequence[CaptionedImage]) 
     development set.
     """
     dev_paths = {item.path for item in dev}
-    shared_paths = {item.path for item in train if item.path in dev_paths}
-    shared = [item.image for item in dev if item.path in shared_paths]
+    shared = sorted(dev_paths & {item.path for item in train})
     if shared:
         raise UsageError(
             f"{len(shared):,} images are in both the training set and the development"
@@ -274,7 +265,6 @@ def _samples(path: Path, kind: str) -> Iterator[_Located]:
                         f"{where}: the file {unreadable[0]} beside the image cannot be"
                         " used; correct or remove it"
                     )
-                values.setdefault(IMAGE_ID, os.path.splitext(name)[0])
                 yield where, f"{display_path(archive_path)}!{name}", values
     except OSError as error:
         raise UsageError(

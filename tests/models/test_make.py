@@ -107,7 +107,7 @@ def items(tmp_path_factory):
         pixels = np.array(COLOURS[colour]) + rng.integers(-20, 20, (64, 64, 3))
         Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)).save(path)
         captions = (f"{colour} picture", f"a {colour} thing number {number}")
-        found.append(CaptionedImage(path.name, str(path), captions, None, path.name))
+        found.append(CaptionedImage(str(path), captions, None))
     return found
 
 

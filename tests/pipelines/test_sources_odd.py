@@ -105,7 +105,7 @@ def test_folders_tars_and_zips_give_the_same_captions(tmp_path_factory, names):
     if captioned:
         items, _ = read_caption_file(tmp_path / "a.tar")
         start = f"{tmp_path}/a.tar!"
-        assert {item.image.removeprefix(start) for item in items} == captioned
+        assert {item.path.removeprefix(start) for item in items} == captioned
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(6)))[::37])
@@ -215,7 +215,7 @@ def test_every_suffix_is_an_image_wherever_it_lies(tmp_path):
     path = write_tar(tmp_path / "a.tar", members)
     items, blank = read_caption_file(path)
     assert (len(items), blank) == (len(members) // 2, 0)
-    read = {item.image.removeprefix(f"{path}!"): list(item.captions) for item in items}
+    read = {item.path.removeprefix(f"{path}!"): list(item.captions) for item in items}
     assert read == captions_of(path)
 
 
@@ -418,7 +418,7 @@ def test_a_photo_without_captions_leaves_the_others(tmp_path, form, missing):
     else:
         path.write_text("".join(json.dumps(each) + "\n" for each in records))
     items, blank = read_caption_file(path)
-    assert ([item.image for item in items], blank) == (["0.jpg"], 1)
+    assert ([item.path for item in items], blank) == ([f"{tmp_path}/0.jpg"], 1)
 
 
 def test_nan_is_no_caption(tmp_path):
@@ -478,7 +478,7 @@ def test_both_unicode_forms_of_a_name(tmp_path, name, stored, listed):
         "duplicate_of": pa.array([None, None], pa.int64()),
     }
     items = [
-        CaptionedImage(given, f"{folder}{given}", ("x",), None, given)
+        CaptionedImage(f"{folder}{given}", ("x",), None)
         for folder in (f"{tmp_path}/z.zip!", f"{path.parent}/")
     ]
     matched = match_items(tmp_path, pa.table(rows), items)

@@ -28,7 +28,7 @@ SPEC = IndexSpec(rows=11, shard_size=4, block_shape=(2, 8), embed_dim=4)
 
 
 def items(*paths: str) -> list[CaptionedImage]:
-    return [CaptionedImage(path, path, ("a caption",), None, path) for path in paths]
+    return [CaptionedImage(path, ("a caption",), None) for path in paths]
 
 
 @pytest.fixture
@@ -77,23 +77,6 @@ def test_rows_and_what_is_missing(index):
     assert matched.reasons == (None, None, "truncated", "not-in-index", None, None)
     assert matched.missing() == {"not-in-index": 1, "truncated": 1}
     assert match(index, wanted).rows.dtype == np.int64
-
-
-def test_truncated_images_are_known_also_as_duplicates(index):
-    for row in (0, 3):
-        set_values(index, row, detail="truncated: JPEG: image file is truncated")
-    matched = match(
-        index,
-        items(
-            "/photos/0.jpg",
-            "/photos/1.jpg",
-            "/photos/3.jpg",
-            "/photos/6.jpg",
-            "/photos/9.jpg",
-        ),
-    )
-    assert matched.truncated.tolist() == [True, False, True, False, True]
-    assert matched.missing() == {"truncated": 1}
 
 
 def test_deleted_rows_are_not_called_unknown(index):

@@ -33,13 +33,9 @@ def lines(path: Path, *values: object) -> Path:
 
 
 def item(
-    folder: Path,
-    name: str,
-    *captions: str,
-    split: str | None = None,
-    image_id: str | None = None,
-):
-    return CaptionedImage(name, str(folder / name), captions, split, image_id or name)
+    folder: Path, name: str, *captions: str, split: str | None = None
+) -> CaptionedImage:
+    return CaptionedImage(str(folder / name), captions, split)
 
 
 def test_json_lines(tmp_path):
@@ -52,7 +48,7 @@ def test_json_lines(tmp_path):
     )
     expected = [
         item(tmp_path, NAMES[0], "one", "two", "four", split="dev"),
-        item(tmp_path, NAMES[1], "three", image_id="7"),
+        item(tmp_path, NAMES[1], "three"),
     ]
     assert read_captions(file) == expected
     assert read_captions(file, split="dev") == expected[:1]
@@ -102,9 +98,9 @@ def test_karpathys_files(tmp_path):
     file.write_text(json.dumps({"images": images, "dataset": "coco"}))
     everything = read_captions(file)
     assert everything == [
-        item(tmp_path, NAMES[0], "one", "two", split="train", image_id="0"),
-        item(tmp_path, "val2014/d.jpg", "three", split="restval", image_id="42"),
-        item(tmp_path, "e.jpg", "four", split="test", image_id="2"),
+        item(tmp_path, NAMES[0], "one", "two", split="train"),
+        item(tmp_path, "val2014/d.jpg", "three", split="restval"),
+        item(tmp_path, "e.jpg", "four", split="test"),
     ]
     assert read_captions(file, split="train") == everything[:2], (
         "Karpathy's restval is trained on"
@@ -124,8 +120,8 @@ def test_cocos_caption_files(tmp_path):
     }
     file.write_text(json.dumps(content))
     assert read_captions(file) == [
-        item(tmp_path, NAMES[0], "a dog", image_id="9"),
-        item(tmp_path, "b.jpg", "a cat", "cats", image_id="5"),
+        item(tmp_path, NAMES[0], "a dog"),
+        item(tmp_path, "b.jpg", "a cat", "cats"),
     ]
     with pytest.raises(UsageError, match="names no splits"):
         read_captions(file, split="val")
@@ -179,8 +175,8 @@ def test_webdataset(tmp_path):
     )
     cat, other = (f"{tmp_path}/shard.tar!{name}" for name in ("00/猫.jpg", "c.png"))
     assert read_captions(file) == [
-        CaptionedImage(cat, cat, ("one", "t\u2028w\x0co"), None, "00/猫"),
-        CaptionedImage(other, other, ("three",), "dev", "c"),
+        CaptionedImage(cat, ("one", "t\u2028w\x0co"), None),
+        CaptionedImage(other, ("three",), "dev"),
     ]
     data = file.read_bytes()
     for damaged in (
@@ -227,9 +223,9 @@ def test_blank_captions_are_left_out_and_counted(tmp_path):
     file = tmp_path / "c.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     content = items, blank = read_caption_file(file)
-    assert [(each.image, each.captions) for each in items] == [
-        ("a.jpg", ("one",)),
-        ("c.jpg", ("two",)),
+    assert items == [
+        item(tmp_path, "a.jpg", "one", split="train"),
+        item(tmp_path, "c.jpg", "two", split="train"),
     ]
     assert blank == 4
     assert read_caption_file(file, split="train")[1] == 3
