@@ -345,7 +345,8 @@ class Scorer:
                 infinite.
         """
         compute = {
-            LOGIT: self._logits,
+            # the score of the EDJE paper
+            LOGIT: lambda captions, images: self.joint.score(captions, images.tokens),
             LATE: self._late_interactions,
             POOLED: self._pooled_similarities,
         }
@@ -359,12 +360,6 @@ class Scorer:
                     " be damaged"
                 )
         return values
-
-    def _logits(self, captions: Sequence[str], images: Images) -> torch.Tensor:
-        """Return the logits of the joint encoder. They are the score of the EDJE
-        paper.
-        """
-        return self.joint.score(captions, images.tokens)
 
     @inference()
     def _late_interactions(

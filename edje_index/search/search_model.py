@@ -4,8 +4,12 @@ that a search starts quickly.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
 
 from edje_index.bundles.bundle import check_scorer_fit, load_scorer, load_text_tower
 from edje_index.bundles.info import ADAPTER_WEIGHTS, INFO_FILE, BundleInfo, verify_files
@@ -13,12 +17,19 @@ from edje_index.errors import ModelError
 from edje_index.models.adapter import AdapterConfig
 from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.text_tower import TextEncoder
+from edje_index.scoring.final_score import FinalScore
+from edje_index.scoring.parts import Images
 from edje_index.scoring.weights import (
     BUNDLE_SCORE,
+    EMBEDDING,
+    JOINT_PARTS,
+    LOGIT,
     ScoreWeights,
     check_parts,
     parse_score,
 )
+from edje_index.search.hits import Stages
+from storage_formats.arrays import Floats
 from storage_formats.threads import has_bfloat16
 
 if TYPE_CHECKING:
@@ -27,6 +38,31 @@ if TYPE_CHECKING:
 # "auto" selects bfloat16 on a CPU only if recall changes by less than this, in
 # percentage points.
 _RECALL_CHANGE = 0.1
+
+
+class Scores(NamedTuple):
+    """The scores of b pairs of a caption and an image.
+
+    Attributes:
+        similarities: cosine similarity of the embeddings of each pair, float32 [b].
+        final: final scores, float32 [b]. NaN for a pair that cannot be among the best
+            hits, whose logit was therefore not computed.
+        joint: weighted sum of the parts logit, late interaction and pooled similarity,
+            float32 [b]. None if the final score has none of these parts.
+        parts: values of each part of the final score, without weights, by part name,
+            float32 [b] each.
+    """
+
+    similarities: Floats
+    final: Floats
+    joint: Floats | None
+    parts: Mapping[str, Floats]
+
+    def at(self, pairs: slice) -> Scores:
+        """Return the scores of a range of pairs."""
+        joint = None if self.joint is None else self.joint[pairs]
+        parts = {name: values[pairs] for name, values in self.parts.items()}
+        return Scores(self.similarities[pairs], self.final[pairs], joint, parts)
 
 
 class SearchModel:
@@ -122,3 +158,60 @@ class SearchModel:
                 " be re-ranked: search without re-ranking, or use an index of a"
                 " trained bundle"
             )
+
+    def scores(
+        self,
+        weights: ScoreWeights,
+        captions: Sequence[str],
+        similarities: Floats,
+        images: Images | None,
+        stages: Stages,
+        *,
+        pools: Sequence[slice] = (),
+        k: int | None = None,
+    ) -> Scores:
+        """Score b pairs of a caption and an image.
+
+        Args:
+            weights: weights of the final score.
+            captions: the caption of each pair.
+            similarities: cosine similarity of the embeddings of each pair, float32 [b].
+            images: the image of each pair; None if the score reads no tokens.
+            stages: durations of stages, to which those of the parts are added.
+            pools: the ranges of pairs that compete with each other. Used only with `k`.
+            k: number of hits of each pool. A pair that cannot be among the best `k` of
+                its pool may get the final score NaN. None scores all pairs.
+        """
+        score = FinalScore.of(weights)
+        logit_range = self.info.logit_range
+        # If there are no pairs, the parts keep these empty arrays.
+        parts = dict.fromkeys(score.parts, np.empty(0, np.float32))
+        if EMBEDDING in parts:
+            parts[EMBEDDING] = similarities
+        if images is not None and captions:
+            fast_parts = [name for name in parts if name not in (LOGIT, EMBEDDING)]
+            if fast_parts:
+                with stages.timed("other_parts"):
+                    parts |= self.scorer.parts(fast_parts, captions, images)
+            # The logit is computed last, because the values of the other parts decide
+            # which pairs need a logit.
+            if LOGIT in parts:
+                with stages.timed("joint_encoder"):
+                    possible = np.ones(len(captions), dtype=np.bool_)
+                    if k is not None and logit_range is not None and len(parts) > 1:
+                        others = {name: parts[name] for name in parts if name != LOGIT}
+                        for pairs in pools:
+                            of_pool = {name: others[name][pairs] for name in others}
+                            possible[pairs] = score.may_be_first(
+                                of_pool, k, logit_range
+                            )
+                    chosen = np.flatnonzero(possible)
+                    parts[LOGIT] = np.full(len(captions), np.nan, dtype=np.float32)
+                    if len(chosen) < len(captions):
+                        captions = [captions[pair] for pair in chosen.tolist()]
+                        images = images.at(torch.from_numpy(chosen))
+                    logits = self.scorer.parts([LOGIT], captions, images)[LOGIT]
+                    parts[LOGIT][chosen] = logits
+        joint = score.only(JOINT_PARTS)
+        joint_sum = joint.sum(parts) if joint.parts else None
+        return Scores(similarities, score.sum(parts), joint_sum, parts)

@@ -11,12 +11,11 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
 import pyarrow as pa
 import torch
-from torch import Tensor
 
 import edje_index
 from edje_index.bundles.info import matching_bundle
@@ -30,17 +29,13 @@ from edje_index.scoring.weights import (
     BUNDLE_SCORE,
     EMBEDDING,
     IMAGE_TO_TEXT,
-    JOINT_PARTS,
-    LATE,
-    LOGIT,
-    POOLED,
     TEXT_TO_IMAGE,
     ScoreWeights,
 )
 from edje_index.search.hits import Hit, Hits, Stages, TextHit
 from edje_index.search.query import encode_images, requested_rows
 from edje_index.search.rows import IndexRows
-from edje_index.search.search_model import SearchModel
+from edje_index.search.search_model import Scores, SearchModel
 from storage_formats.arguments import (
     as_count,
     as_list,
@@ -78,28 +73,6 @@ time, unless the pool of one query is larger.
 The tokens take 50 MB for blocks of 64 x 384. On a CPU, the texts of a batch have the
 same length. If fewer pairs were in memory, more batches would be only partly filled.
 """
-
-
-class ScoredCandidates(NamedTuple):
-    """The scores of the k candidates of one query.
-
-    Attributes:
-        rows: row ids of the candidates, int64 [k].
-        similarities: cosine similarity of the embeddings of the query and each
-            candidate, float32 [k].
-        final: final score of each candidate, float32 [k]. NaN for a candidate that
-            cannot be among the best hits, whose logit was therefore not computed.
-        joint: weighted sum of the parts logit, late interaction and pooled similarity,
-            float32 [k]. None if the final score has none of these parts.
-        parts: values of each part of the final score, without weights, by part name,
-            float32 [k] each.
-    """
-
-    rows: Ints
-    similarities: Floats
-    final: Floats
-    joint: Floats | None
-    parts: Mapping[str, Floats]
 
 
 class TokenIndex:
@@ -396,23 +369,19 @@ class TokenIndex:
             embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
         with stages.timed("nearest"):
             nearest = self._ann.nearest_to_each(embeddings, pool, passing)
-        scored: list[ScoredCandidates] = []
+        scored: list[tuple[Ints, Scores]] = []
         queries_at_once = max(
             1, _PAIRS_AT_ONCE // max(1, *(len(rows) for rows, _ in nearest))
         )
         for start in range(0, len(texts), queries_at_once):
             part = slice(start, start + queries_at_once)
             candidates = nearest[part]
+            # Nothing refers to the tokens of the last iteration any more, so the next
+            # tokens can use their memory.
             images = None
             if reads_tokens(final.parts):
-                candidates, tokens = self._fetch(candidates, stages)
-                images = self._images(candidates, tokens)
-                # The next iteration sets `images` to None. Then nothing refers to these
-                # tokens, and the next tokens can use their memory.
-                del tokens
-            scored += self.score_candidates(
-                texts[part], candidates, images, weights, k=k, stages=stages
-            )
+                candidates, images = self._fetch(candidates, stages)
+            scored += self._scored(texts[part], candidates, images, weights, stages, k)
         hits = self._hits(scored, k, stages, weights)
         if min_relevance:
             hits = [each.at_least(min_relevance) for each in hits]
@@ -420,13 +389,12 @@ class TokenIndex:
 
     def _fetch(
         self, candidates: list[Candidates], stages: Stages
-    ) -> tuple[list[Candidates], Tensor]:
-        """Return the candidates and their tokens, see `_tokens`. A candidate whose
+    ) -> tuple[list[Candidates], Images]:
+        """Return the candidates and their images, in the same order. A candidate whose
         tokens are damaged is left out, and a warning names it.
         """
         try:
-            with stages.timed("fetch"):
-                return candidates, self._tokens(_all_rows(candidates))
+            return candidates, self._images(_all_rows(candidates), stages)
         except CorruptIndexError as error:
             damaged = error.row_ids
             if not damaged:
@@ -442,159 +410,55 @@ class TokenIndex:
             kept.append((its_rows[is_sound], similarities[is_sound]))
         return self._fetch(kept, stages)
 
-    def _tokens(self, rows: Ints) -> Tensor:
-        """Return the tokens of `rows`, bfloat16 [k, m, d], on the device of the joint
+    def _images(self, rows: Ints, stages: Stages) -> Images:
+        """Return the images `rows` [k]. Their tokens are on the device of the joint
         encoder.
         """
         device = self.model.joint.device
         if device.type != "cpu":
             # A `DeviceFetcher` reads records and decodes them on the device. It is not
             # thread-safe, so one thread fetches at a time.
-            with self._fetching:
+            with stages.timed("fetch"), self._fetching:
                 if self.precision not in self._fetchers:
                     fetcher = DeviceFetcher(self.store, str(device))
                     self._fetchers[self.precision] = fetcher
-                return self._fetchers[self.precision].fetch(rows)
-        return as_tensor(self.store.fetch(rows))
-
-    def _images(self, candidates: Sequence[Candidates], tokens: Tensor) -> Images:
-        """Return the `Images` of all candidates. `tokens` contains the stored tokens of
-        the candidates, in the same order.
-        """
-        if tokens.device.type != "cpu":
+                tokens = self._fetchers[self.precision].fetch(rows)
             # The cache is in the memory of the CPU. A GPU computes pooled vectors and
             # token scales again in less time than it takes to copy them from the cache.
             return self.model.scorer.images(tokens)
+        with stages.timed("fetch"):
+            tokens = as_tensor(self.store.fetch(rows))
         cache = self._image_caches.get(self.precision)
         if cache is None:
             cache = ImageCache(self.model.scorer, self.store.block_shape[0])
             self._image_caches[self.precision] = cache
-        return cache.images(_all_rows(candidates), tokens)
+        return cache.images(rows, tokens)
 
-    def score_candidates(
+    def _scored(
         self,
         queries: Sequence[str],
         candidates: Sequence[Candidates],
         images: Images | None,
         weights: ScoreWeights,
-        *,
+        stages: Stages,
         k: int | None = None,
-        stages: Stages | None = None,
-    ) -> list[ScoredCandidates]:
-        """Score the candidates of each query. Candidates of different queries share
-        batches.
-
-        Args:
-            queries: texts of the queries.
-            candidates: row ids and similarities of the candidates of each query.
-            images: images of the candidates of all queries, in the order of the
-                queries. None if the score reads no tokens.
-            weights: weights of the final score.
-            k: number of hits per query. A candidate that cannot be among the best `k`
-                may get the final score NaN. None scores all candidates.
-            stages: dictionary to which the durations of the stages are added.
+    ) -> list[tuple[Ints, Scores]]:
+        """Return the row ids and the scores of the candidates of each query. Candidates
+        of different queries share batches. See `SearchModel.scores`.
         """
-        score = FinalScore.of(weights)
         captions: list[str] = []
-        pairs_of_query = []
+        pools = []
         for query, (rows, _) in zip(queries, candidates, strict=True):
-            pairs_of_query.append(slice(len(captions), len(captions) + len(rows)))
+            pools.append(slice(len(captions), len(captions) + len(rows)))
             captions += [query] * len(rows)
         similarities = np.concatenate([values for _, values in candidates])
-        values = self._parts(
-            score,
-            captions,
-            similarities,
-            images,
-            stages=stages or Stages(),
-            pairs_of_query=pairs_of_query,
-            k=k,
+        scores = self.model.scores(
+            weights, captions, similarities, images, stages, pools=pools, k=k
         )
-        joint = score.only(JOINT_PARTS)
-        scored = []
-        for (rows, _), pairs in zip(candidates, pairs_of_query, strict=True):
-            parts = {name: part[pairs] for name, part in values.items()}
-            scored.append(
-                ScoredCandidates(
-                    rows=rows,
-                    similarities=similarities[pairs],
-                    final=score.sum(parts),
-                    joint=joint.sum(parts) if joint.parts else None,
-                    parts=parts,
-                )
-            )
-        return scored
-
-    def _parts(
-        self,
-        score: FinalScore,
-        captions: Sequence[str],
-        similarities: Floats,
-        images: Images | None,
-        *,
-        stages: Stages,
-        pairs_of_query: Sequence[slice] = (),
-        k: int | None = None,
-    ) -> dict[str, Floats]:
-        """Compute the parts of `score` for b pairs of a caption and an image, float32
-        [b] each, by name.
-
-        Args:
-            captions: the caption of each pair.
-            similarities: cosine similarity of the embeddings of each pair, float32 [b].
-            images: the image of each pair; None if the score reads no tokens.
-            stages: dictionary to which the durations of the stages are added.
-            pairs_of_query: for each query, the range of its pairs. Used only with `k`.
-            k: number of hits per query. A pair that cannot be among the best `k` of its
-                query has the logit NaN. None computes all logits.
-        """
-        scorer = self.model.scorer
-        # If there are no pairs, the parts keep these empty arrays.
-        values = dict.fromkeys(score.parts, np.empty(0, np.float32))
-        values[EMBEDDING] = similarities
-        if images is not None and captions:
-            others = [name for name in score.parts if name in (LATE, POOLED)]
-            if others:
-                with stages.timed("other_parts"):
-                    values |= scorer.parts(others, captions, images)
-            if LOGIT in score.parts:
-                # The logit is computed last, because the values of the other parts
-                # decide which pairs need a logit.
-                with stages.timed("joint_encoder"):
-                    values[LOGIT] = self._logits(
-                        score, captions, images, values, pairs_of_query, k
-                    )
-        return {name: values[name] for name in score.parts}
-
-    def _logits(
-        self,
-        score: FinalScore,
-        captions: Sequence[str],
-        images: Images,
-        others: Mapping[str, Floats],
-        pairs_of_query: Sequence[slice],
-        k: int | None,
-    ) -> Floats:
-        """Return the logits of b pairs, float32 [b]; NaN for a pair that cannot be
-        among the best `k` of its query. `others` has the values of the other parts. For
-        the other arguments, see `_parts`.
-        """
-        scorer = self.model.scorer
-        logit_range = self.model.info.logit_range
-        if k is None or logit_range is None or score.parts == (LOGIT,):
-            return scorer.parts([LOGIT], captions, images)[LOGIT]
-        possible = np.empty(len(captions), dtype=np.bool_)
-        for pairs in pairs_of_query:
-            parts = {name: part[pairs] for name, part in others.items()}
-            possible[pairs] = score.may_be_first(parts, k, logit_range)
-        chosen = np.flatnonzero(possible).tolist()
-        logits = np.full(len(captions), np.nan, dtype=np.float32)
-        logits[chosen] = scorer.parts(
-            [LOGIT],
-            [captions[pair] for pair in chosen],
-            images.at(torch.tensor(chosen, dtype=torch.int64, device="cpu")),
-        )[LOGIT]
-        return logits
+        return [
+            (rows, scores.at(pool))
+            for (rows, _), pool in zip(candidates, pools, strict=True)
+        ]
 
     def _final_score(
         self, score: str | ScoreWeights | None, direction: str = TEXT_TO_IMAGE
@@ -611,7 +475,7 @@ class TokenIndex:
 
     def _hits(
         self,
-        scored: Sequence[ScoredCandidates],
+        scored: Sequence[tuple[Ints, Scores]],
         k: int,
         stages: Stages,
         weights: ScoreWeights,
@@ -621,7 +485,7 @@ class TokenIndex:
         """
         hits = []
         with stages.timed("hits"):
-            for rows, similarities, final, joint, parts in scored:
+            for rows, (similarities, final, joint, parts) in scored:
                 # Sort by descending score, with NaN last. The last key of `lexsort`
                 # decides first. Candidates with equal scores are sorted by row id.
                 order = np.lexsort((rows, -final))[:k]
@@ -709,12 +573,8 @@ class TokenIndex:
         ]
         images = None
         if reads_tokens(final.parts):
-            with stages.timed("fetch"):
-                tokens = self._tokens(every_row)
-            images = self._images(candidates, tokens)
-        scored = self.score_candidates(
-            texts, candidates, images, weights, stages=stages
-        )
+            images = self._images(every_row, stages)
+        scored = self._scored(texts, candidates, images, weights, stages)
         return self._hits(scored, len(every_row), stages, weights)
 
     def score_pairs(
@@ -743,20 +603,21 @@ class TokenIndex:
             )
         texts = _texts([text for text, _ in given], "pairs")
         images = [image for _, image in given]
-        _, final = self._final_score(score)
+        weights, _ = self._final_score(score)
         scores: list[float] = []
         for start in range(0, len(given), _PAIRS_AT_ONCE):
             part = slice(start, start + _PAIRS_AT_ONCE)
-            scores += self._scores_of_pairs(final, texts[part], images[part])
+            scores += self._scores_of_pairs(weights, texts[part], images[part])
         return scores
 
     def _scores_of_pairs(
-        self, final: FinalScore, texts: list[str], images: list[Any]
+        self, weights: ScoreWeights, texts: list[str], images: list[Any]
     ) -> list[float]:
         """Return the final score of `texts[i]` and `images[i]` for each i. For the
         types of images, see `score_pairs`.
         """
         spec = self.manifest.spec
+        has_tokens = reads_tokens(FinalScore.of(weights).parts)
         tokens = np.empty((len(texts), *spec.block_shape), BF16)
         embeddings = np.empty((len(texts), spec.embed_dim), np.float32)
         is_row = np.array(
@@ -767,7 +628,7 @@ class TokenIndex:
                 self.committed, [images[at] for at in np.flatnonzero(is_row)]
             )
             embeddings[is_row] = read_embeddings(self.committed, rows)
-            if reads_tokens(final.parts):
+            if has_tokens:
                 tokens[is_row] = self.store.fetch(rows)
         if not is_row.all():
             new = [images[at] for at in np.flatnonzero(~is_row)]
@@ -776,13 +637,13 @@ class TokenIndex:
             )
         similarities = (embeddings * self.model.text.encode(texts)).sum(axis=1)
         images_of_pairs = None
-        if reads_tokens(final.parts):
+        if has_tokens:
             images_of_pairs = self.model.scorer.images(tokens)
-        values = self._parts(
-            final, texts, similarities, images_of_pairs, stages=Stages()
+        scores = self.model.scores(
+            weights, texts, similarities, images_of_pairs, Stages()
         )
-        scores: list[float] = final.sum(values).tolist()
-        return scores
+        final: list[float] = scores.final.tolist()
+        return final
 
     def search_image(
         self, image: ImageQuery, k: int = 10, *, where: str | None = None
@@ -826,7 +687,7 @@ class TokenIndex:
         rows = rows[rows != row_id]
         weights = ScoreWeights(logit=0.0, embedding=1.0)
         return self._hits(
-            [ScoredCandidates(rows, values, values, None, {EMBEDDING: values})],
+            [(rows, Scores(values, values, None, {EMBEDDING: values}))],
             k,
             stages,
             weights,
@@ -895,21 +756,20 @@ class TokenIndex:
             # every pair has the image at position 0
             same_image = torch.zeros(len(nearest), dtype=torch.int64, device="cpu")
             images = self.model.scorer.images(block).at(same_image)
-        values = self._parts(
-            final, captions, similarities[nearest], images, stages=Stages()
+        scores = self.model.scores(
+            weights, captions, similarities[nearest], images, Stages()
         )
-        scores = final.sum(values)
-        relevances = relevance(scores, weights)
+        relevances = relevance(scores.final, weights)
         return [
             TextHit(
                 position=int(nearest[at]),
                 text=captions[at],
-                score=float(scores[at]),
-                embedding_score=float(similarities[nearest[at]]),
+                score=float(scores.final[at]),
+                embedding_score=float(scores.similarities[at]),
                 relevance=float(relevances[at]),
-                parts={name: float(part[at]) for name, part in values.items()},
+                parts={name: float(part[at]) for name, part in scores.parts.items()},
             )
-            for at in np.argsort(-scores, kind="stable")[:k]
+            for at in np.argsort(-scores.final, kind="stable")[:k]
         ]
 
 
