@@ -392,7 +392,7 @@ def _join_shards(shards: Sequence[Path], path: Path, count: int) -> None:
     shards. Memory holds one shard at a time.
     """
     unfinished = shards[0].with_name(path.name)
-    joined: NDArray[Any] | None = None
+    joined: np.memmap[Any, Any] | None = None
     end = 0
     for shard in shards:
         try:

@@ -74,7 +74,10 @@ def fit_pooled_similarity(
     # state of the caption, followed by the bag of words of the caption, and is centred
     # and scaled. The words of a bag are the most frequent token ids in ascending order,
     # weighted by their inverse document frequencies.
-    texts = [joint.tokenizer.truncated(data.caption(caption)) for caption in captions]
+    texts = [
+        joint.tokenizer.truncated(data.caption(caption))
+        for caption in captions.tolist()
+    ]
     distinct = np.concatenate([np.unique(text) for text in texts])
     token_ids, counts = np.unique(distinct, return_counts=True)
     kept = np.flatnonzero(counts >= MIN_CAPTIONS)
