@@ -70,6 +70,7 @@ _TYPES = {"int": int, "float": float, "Path": PATH, "IndexLocation": location}
 _PRECISION = {"metavar": "NAME", "type": _precision}
 _SETTINGS: dict[str, dict[str, Any]] = {
     "address": {"metavar": "HOST:PORT"},
+    "assignments": {"metavar": "GROUP.KEY=VALUE"},
     "device": {"type": click.Choice(["auto", "cpu", "cuda"])},
     "drop": _PRECISION,
     "dtype": {"type": click.Choice(["auto", "float32", "bfloat16"])},

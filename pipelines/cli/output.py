@@ -152,7 +152,6 @@ def this_command() -> str:
 def running_job(
     *,
     resume: IndexLocation | bool = False,
-    quiet: bool = False,
     stops: bool = True,
 ) -> Iterator[tuple[OnEvent, ShouldStop]]:
     """Yield two callbacks for a job: `on_event` shows progress, and `should_stop`
@@ -165,7 +164,6 @@ def running_job(
         resume: whether the same command can resume a stopped job. For a job that
             changes an index, `resume` is the path or URL of the index. If it is a path,
             the job can be resumed only if the index has a journal when the job stops.
-        quiet: do not show progress, even without the option `--quiet`.
         stops: False for a job that does not call `should_stop`. A signal then ends it
             at once.
     """
@@ -174,7 +172,7 @@ def running_job(
 
     context = click.get_current_context(silent=True)
     log: Path | None = None if context is None else context.meta.get(LOG_KEY)
-    display = Display(sys.stderr, quiet=quiet or is_given(QUIET))
+    display = Display(sys.stderr, quiet=is_given(QUIET))
     try:
         with (
             # Standard output must contain nothing but the result, so text that

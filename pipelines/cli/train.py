@@ -7,26 +7,17 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
-
-import click
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from edje_index.scoring.weights import ScoreWeights
-from pipelines.cli.options import (
-    PATH,
-    command,
-    json_option,
-    location,
-    option,
-    quiet_option,
-)
+from pipelines.cli.command import command
 from pipelines.cli.output import print_result, run_job
 from pipelines.progress.wording import by_reason, counted
 from storage_formats.errors import UsageError
 from storage_formats.format.index_files import open_regular
-from storage_formats.remote.urls import is_url
+from storage_formats.remote.urls import IndexLocation, is_url
 
 if TYPE_CHECKING:
     from edje_index.training.config import Values
@@ -38,24 +29,16 @@ command line. The setting has the same name, see `read_settings`.
 """
 
 
-@command()
-@click.argument("index", type=location, required=False)
-@option("--out", PATH)
-@option("--dev", location, metavar="INDEX")
-@option(
-    "--preset", click.Choice(["paper", "paper-finetune", "small-data"]), default="paper"
-)
-@option("--config", PATH, key="config_file", metavar="FILE")
-@option("--set", key="assignments", multiple=True, metavar="GROUP.KEY=VALUE")
-@option("--show-settings", bool)
-@quiet_option
-@json_option
+@command(config_file="--config", assignments="--set")
 def train(
-    preset: str,
-    config_file: Path | None,
-    assignments: tuple[str, ...],
-    show_settings: bool,
-    **options: Any,
+    index: IndexLocation | None = None,
+    *,
+    out: Path | None = None,
+    dev: IndexLocation | None = None,
+    preset: Literal["paper", "paper-finetune", "small-data"] = "paper",
+    config_file: Path | None = None,
+    assignments: Sequence[str] = (),
+    show_settings: bool = False,
 ) -> None:
     """Train an adapter and a joint encoder on the captioned images of INDEX, and write
     a model bundle.
@@ -89,17 +72,19 @@ def train(
         --set inputs.teacher=teacher --set loop.epochs=5 --out student
       edje-index train --preset small-data --show-settings > settings.toml
 
-    Options:
-        --out: Directory of the bundle to write.
-        --dev: Index of images that are not in INDEX, built with the same bundle. The
+    Args:
+        index: index of the images to train on.
+        out: directory of the bundle to write.
+        dev: index of images that are not in INDEX, built with the same bundle. The
             weights of the final score are fitted to their captions.
-        --preset: Named set of settings to start from.
-        --config: TOML file with settings, which override the preset.
-        --set: Value of one setting; overrides --config. Repeatable.
-        --show-settings: Print every setting with its description, as TOML, and exit.
+        preset: named set of settings to start from.
+        config_file: TOML file with settings, which override the preset.
+        assignments: value of one setting; overrides --config. Repeatable.
+        show_settings: print every setting with its description, as TOML, and exit.
     """
     from edje_index.training.config import TrainSettings, validated
 
+    options = {"index": index, "out": out, "dev": dev}
     values = read_settings(preset, config_file, assignments, options)
     if show_settings:
         text = describe_settings(values)
