@@ -200,8 +200,8 @@ class Command(click.Command):
     they are first needed.
 
     Args:
-        targets: functions, as "module:function". The last gives the parameters; a later
-            docstring is used for what an earlier one does not describe.
+        targets: functions, as "module:function". All give parameters, and each is
+            described by the first docstring that does so.
         flags: see `command`.
     """
 
