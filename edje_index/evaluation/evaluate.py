@@ -403,8 +403,8 @@ def measure(
             direction: scores[direction].sum({EMBEDDING: pool.similarities, **values})
             for (direction, pool), values in zip(nearest.items(), parts, strict=True)
         }
-    if reference is None and finals:
-        reference = _REFERENCE if _REFERENCE in finals else next(iter(finals))
+    if reference is None:
+        reference = _REFERENCE if _REFERENCE in finals else next(iter(finals), "")
     results = []
     for direction, pool in nearest.items():
         bootstrap = ClusterBootstrap(

@@ -188,8 +188,15 @@ def quantization_report(report: QuantizationReport) -> str:
             for estimate in (cost.first_kept, cost.loss)
         )
         rows.append((cost.name, cost.bytes_per_image, error, stored, kept, loss))
-    header = ("precision", "bits per value", "bytes per image", "relative error")
-    header += ("stored", "first hit kept, %", "R@1 loss, points")
+    header = (
+        "precision",
+        "bits per value",
+        "bytes per image",
+        "relative error",
+        "stored",
+        "first hit kept, %",
+        "R@1 loss, points",
+    )
     lines += table(
         header,
         [

@@ -496,7 +496,7 @@ def _contained(sources: Sequence[Source]) -> Iterator[tuple[Source, Source]]:
     # Directory -> names of its files, for directories that contain archives or Parquet
     # files from `sources`. A directory can contain thousands of them, but is listed
     # only once.
-    names_in = functools.cache(os.listdir)
+    names_in = functools.cache(lambda folder: os.listdir(os.fsencode(folder)))
     for path, source in source_of_path.items():
         parents = [os.path.dirname(path)]
         while parents[-1] != os.path.dirname(parents[-1]):
