@@ -440,8 +440,8 @@ def _check_earlier_snapshots(index: CommittedIndex) -> Iterator[Problem]:
     """
     try:
         manifests = kept_snapshots(index)
-        checked = named_files(index)
-        kept = named_files(index, manifests)
+        checked = set(named_files(index))
+        kept = set(named_files(index, manifests))
     except (CorruptIndexError, UsageError) as error:
         # A snapshot whose format version is not supported raises a UsageError.
         yield Problem(

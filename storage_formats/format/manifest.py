@@ -6,7 +6,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -511,25 +511,25 @@ def offset_files(spec: IndexSpec) -> list[FileEntry]:
 
 def named_files(
     index: CommittedIndex, manifests: Iterable[Manifest] | None = None
-) -> set[FileEntry]:
-    """Return the entries of all files that the snapshot of `index` names, apart from
+) -> Iterator[FileEntry]:
+    """Yield the entries of all files that the snapshot of `index` names, apart from
     `index.json` and each `zarr.json`. A file in a data directory that no kept snapshot
     names is garbage.
 
     Args:
-        manifests: manifests of the snapshots of the index whose files are returned
-            instead. A shard table that several of them name is read once.
+        manifests: manifests of the snapshots of the index whose files are yielded
+            instead. A shard table that several of them name is read once, but a file
+            that several tables list is yielded several times.
 
     Raises:
         CorruptIndexError: a shard table is missing or damaged.
     """
     manifests = [index.manifest] if manifests is None else list(manifests)
     tables = {table for each in manifests for table in each.shard_tables}
-    named = {file for each in manifests for file in each.own_files}
+    yield from {file for each in manifests for file in each.own_files}
     index.fetch(tables)
     for table in tables:
-        named.update(file for _, file in read_shard_table(index.root, table))
-    return named
+        yield from (file for _, file in read_shard_table(index.root, table))
 
 
 def kept_snapshots(index: CommittedIndex) -> list[Manifest]:

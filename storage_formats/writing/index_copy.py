@@ -359,7 +359,7 @@ def _entries(index: CommittedIndex) -> set[FileEntry]:
     """Return the entries of all data files of a snapshot except the shard tables. A
     conversion may replace a shard table without discarding a file that it lists.
     """
-    return named_files(index) - {*index.manifest.shard_tables}
+    return {*named_files(index)} - {*index.manifest.shard_tables}
 
 
 def _zarr_files(index: CommittedIndex) -> dict[str, bytes]:
