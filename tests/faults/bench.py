@@ -289,7 +289,10 @@ class Bench:
         problems: list[str] = []
         for number, tree in random.Random(1).sample(chosen, min(starts, len(chosen))):
             self.place(tree)
-            code, output = self.run(self.words_again(view(self.index)), RECORD)
+            words = self.words_again(view(self.index))
+            # A reader may have ended an erasure. Let the command end it.
+            self.place(tree)
+            code, output = self.run(words, RECORD)
             assert code == 0, output
             answer = self.check_states(
                 tree, read_log(self.log.read_bytes(), self.disk), most
