@@ -129,16 +129,11 @@ def hard_negatives(
             "a pair has no possible negative, because all other pairs of its batch have"
             " the same image or the same words; raise loop.batch_size"
         )
-    left = np.where(masked, -np.inf, similarities)
-    chosen = np.empty((len(left), count), dtype=np.int64)
-    # `count` is small, so searching the maximum `count` times is faster than sorting.
-    for rank in range(count):
-        chosen[:, rank] = left.argmax(axis=1)
-        left[np.arange(len(left)), chosen[:, rank]] = -np.inf
-    repeated: Ints = np.take_along_axis(
-        chosen, np.arange(count) % np.minimum(free, count)[:, None], 1
-    )
-    return repeated
+    # A stable sort keeps the order of equally similar candidates.
+    order = np.argsort(np.where(masked, np.inf, -similarities), axis=1, kind="stable")
+    ranks = np.arange(count) % np.minimum(free, count)[:, None]
+    chosen: Ints = np.take_along_axis(order, ranks, 1)
+    return chosen
 
 
 def text_rows(captions: Sequence[TokenIds], tokenizer: JointTokenizer) -> JointInputs:

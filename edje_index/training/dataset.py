@@ -15,7 +15,7 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from edje_index.bundles.bundle import load_text_tower
 from edje_index.bundles.info import JOINT_FOLDER, read_bundle_info, verify_files
@@ -57,6 +58,8 @@ SHARD_CAPTIONS = 256, 1 << 14
 changes the embeddings by rounding errors, so it does not depend on the number of
 workers.
 """
+# number of images per forward pass of an adapter
+_ADAPTER_BATCH = 32
 # Number of shards, unless `SHARD_CAPTIONS` requires fewer or more. A small dev set is
 # also divided into several shards, so that several workers prepare its captions.
 _SHARDS = 32
@@ -206,6 +209,17 @@ class StoredFeatures:
             )
         return as_tensor(blocks)
 
+    def iter_tokens(
+        self, adapter: nn.Module, rows: Ints, device: torch.device
+    ) -> Iterator[Tensor]:
+        """Yield the tokens that `adapter`, which is on `device`, makes of the features
+        of `rows`, in batches: bfloat16 [b, m, d] on the CPU, rounded as in an index.
+        """
+        for start in range(0, len(rows), _ADAPTER_BATCH):
+            features = self.fetch(rows[start : start + _ADAPTER_BATCH])
+            with torch.inference_mode():
+                yield adapter(features.to(device).float()).bfloat16().cpu()
+
 
 @dataclass(frozen=True)
 class TrainingData:
@@ -278,7 +292,7 @@ def prepare_captions(
     items: CaptionedRows,
     bundle: Path,
     miner: Path | None,
-    device: Any,
+    device: torch.device,
     group: WorkerGroup,
     should_stop: Callable[[], bool],
     on_shard: Callable[[int, int], None],
@@ -292,7 +306,7 @@ def prepare_captions(
         bundle: bundle with the tokenizer of the joint encoder and the text tower.
         miner: bundle of the mining model; None if the text tower of `bundle` mines hard
             negatives.
-        device: device of the text towers, a `torch.device`.
+        device: device of the text towers.
         group: rank of this worker, and number of workers.
         should_stop: called between batches. If the result is True, this worker prepares
             no further captions.
@@ -348,7 +362,7 @@ def prepare_captions(
                 for padded, ids in zip(tokens, token_ids, strict=True):
                     padded[: len(ids)] = ids
                 columns: dict[str, Array] = {
-                    "key": np.array([_key(each, canonical) for each in captions]),
+                    "key": np.array([*map(_key, captions)]),
                     "length": np.array([len(ids) for ids in token_ids], np.int32),
                     "tokens": tokens,
                 }
@@ -376,14 +390,12 @@ def prepare_captions(
     return True
 
 
-def _key(text: str, canonical: bool) -> int:
+def _key(text: str) -> int:
     """Return a number that is equal for captions with the same words. For two captions
     with different words, it is equal with probability 2**-64.
     """
-    words = " ".join(text.lower().split()).rstrip(" .")
-    if canonical:
-        words = clean_canonicalize(text)
-    digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
+    words = clean_canonicalize(text).encode()
+    digest = hashlib.blake2b(words, digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 

@@ -4,33 +4,28 @@ the bundle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.models.devices import resolve_device
 from edje_index.progress import OnProgress
 from edje_index.scoring.weights import DIRECTIONS, TEXT_TO_IMAGE, DirectionWeights
-from edje_index.training.batches import BatchSource
 from edje_index.training.checkpoints import last_checkpoint
-from edje_index.training.dev import dev_pools
-from edje_index.training.fit_weights import WeightChoice, choose_weights
+from edje_index.training.fit_weights import WeightChoice, choose_weights, dev_pools
 from edje_index.training.loop import TrainTask, open_start
 from edje_index.training.pooled_similarity import fit_pooled_similarity
 from edje_index.training.start import trained_part
 from edje_index.training.workers import WorkerGroup
-from storage_formats.codecs import BF16, Blocks
-from storage_formats.format.offset import Offset, estimate_offset
+from storage_formats.codecs import BF16
+from storage_formats.format.offset import estimate_offset
 
 # Number of training images from which the offset block, the mean of their blocks, is
 # estimated. The noise of a mean of n blocks adds about the fraction 1/n to the squared
 # error of quantized tokens.
 _OFFSET_IMAGES = 256
-_OFFSET_BATCH = 16
 
 
 def finish_model(
@@ -78,7 +73,13 @@ def finish_model(
     bundle = replace(bundle, trained=True, info=None)
     bundle.adapter.to(device).eval()
     bundle.joint.to(device).eval()
-    bundle = replace(bundle, offset=_offset(adapter, source, device))
+    # The offset block is estimated from evenly spaced training images.
+    rows = task.items.rows[:: max(1, source.data.images // _OFFSET_IMAGES)]
+    blocks = (
+        tokens.view(torch.int16).numpy().view(BF16)
+        for tokens in source.features.iter_tokens(adapter, rows, device)
+    )
+    bundle = replace(bundle, offset=estimate_offset(blocks))
     init = task.config.inputs.init
     initial = None
     if init is not None and task.dev is not None:
@@ -123,22 +124,3 @@ def finish_model(
         state.step,
         choices,
     )
-
-
-def _offset(
-    adapter: nn.Module, source: BatchSource, device: torch.device
-) -> Offset | None:
-    """Estimate the offset block from the tokens of evenly spaced training images.
-    Return None if an offset would not pay, see `estimate_offset`.
-    """
-    rows = source.data.items.rows
-    rows = rows[:: max(1, len(rows) // _OFFSET_IMAGES)]
-
-    def blocks() -> Iterator[Blocks]:
-        for start in range(0, len(rows), _OFFSET_BATCH):
-            patches = source.features.fetch(rows[start : start + _OFFSET_BATCH])
-            with torch.inference_mode():
-                tokens = adapter(patches.to(device).float()).bfloat16().cpu()
-            yield tokens.view(torch.int16).numpy().view(BF16)
-
-    return estimate_offset(blocks())

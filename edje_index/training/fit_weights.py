@@ -1,5 +1,5 @@
-"""Fits the weights of the final score by maximum likelihood. The fit uses dev captions
-and dev images, on which the model was not trained.
+"""Scores pools of dev captions and dev images, on which the model was not trained, and
+fits the weights of the final score to them by maximum likelihood.
 
 The fit maximises the softmax probability of the relevant candidates of each query. A
 candidate is relevant to a query if one of the two is a caption of the other.
@@ -10,17 +10,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 from scipy.special import logsumexp
 
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.evaluation.pools import score_pairs, split_set
 from edje_index.evaluation.recall import ClusterBootstrap, Estimate
+from edje_index.progress import OnProgress
 from edje_index.scoring.final_score import FinalScore
-from edje_index.scoring.weights import LOGIT, ScoreWeights
+from edje_index.scoring.weights import (
+    DIRECTIONS,
+    EMBEDDING,
+    JOINT_PARTS,
+    LOGIT,
+    ScoreWeights,
+)
+from edje_index.training.config import FittingConfig
+from edje_index.training.dataset import CaptionedRows, StoredFeatures, TrainingData
+from edje_index.training.start import trained_part
 from storage_formats.arrays import Bools, Ints
+from storage_formats.reading.embeddings import read_embeddings
 
 Scores = NDArray[np.floating[Any]]
 
@@ -76,6 +91,65 @@ class DevPools:
         best = self.scores(weights).argmax(axis=1)[:, None]
         hits: Bools = np.take_along_axis(self.right, best, axis=1)[:, 0]
         return hits
+
+
+def dev_pools(
+    bundle: ModelBundle,
+    dev: tuple[CaptionedRows, Path],
+    config: FittingConfig,
+    names: tuple[str, ...] = JOINT_PARTS,
+    on_progress: OnProgress = lambda activity, done, total: None,
+) -> dict[str, DevPools]:
+    """Score the candidates whose embeddings are most similar to each dev query. Return
+    the pools of each direction.
+
+    The modules of `bundle` must be in evaluation mode.
+
+    Args:
+        dev: the dev images, and the file of their `TrainingData`.
+        names: parts of the final score to compute. Parts that `bundle` lacks are left
+            out. The embedding similarity is always part of the result.
+        on_progress: called with the name of the activity, the number of scored pairs,
+            and the number of all pairs. An exception raised by `on_progress` stops this
+            function.
+    """
+    items, path = dev
+    queries = split_set(items.captions(0, len(items.rows)), items.rows)
+    queries = queries.subsampled(config.dev_captions, seed=0)
+    embeddings = (
+        read_embeddings(items.index, queries.rows),
+        TrainingData.open(path, items).records["embedding"],
+    )
+    nearest = {
+        direction: queries.pools(direction, *embeddings, config.dev_pool)
+        for direction in DIRECTIONS
+    }
+    pairs = [queries.pairs(direction, pools) for direction, pools in nearest.items()]
+    # Most images are in several pools. The features of each image are read once.
+    image_rows = np.unique(np.concatenate([rows.ravel() for _, rows in pairs]))
+    adapter = trained_part(bundle.adapter)
+    features = StoredFeatures(items.index)
+    tokens = torch.cat(
+        [*features.iter_tokens(adapter, image_rows, bundle.joint.device)]
+    )
+    scorer = bundle.scorer
+    parts = score_pairs(
+        scorer,
+        [name for name in names if name in scorer.part_names],
+        queries.captions,
+        pairs,
+        lambda rows: tokens[torch.from_numpy(np.searchsorted(image_rows, rows))],
+        on_progress,
+        "pairs of dev captions and images scored",
+    )
+    return {
+        direction: DevPools(
+            parts={EMBEDDING: pools.similarities, **values},
+            right=pools.relevant,
+            images=queries.images_of_queries(direction),
+        )
+        for (direction, pools), values in zip(nearest.items(), parts, strict=True)
+    }
 
 
 @dataclass(frozen=True)

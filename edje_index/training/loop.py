@@ -39,7 +39,7 @@ from edje_index.training.dataset import (
     TrainingData,
     prepare_captions,
 )
-from edje_index.training.dev import dev_pools
+from edje_index.training.fit_weights import dev_pools
 from edje_index.training.random_streams import CLUSTERING, DROPOUT, stream
 from edje_index.training.start import init_queries, make_trainable, trained_part
 from edje_index.training.step import AlignmentObjective, JointObjective, Teacher
