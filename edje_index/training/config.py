@@ -201,8 +201,8 @@ class TrainingInputs(Settings):
     """The data set and the models that a training run reads."""
 
     index: IndexPath
-    """Index of the images to train on, with their captions. It stores patch features: a
-    bundle of `edje-index model features` built it.
+    """Index of the images to train on, with their captions. Its tokens are patch
+    features.
     """
     split: str | None = None
     """Split of the index to train on. None takes all splits."""

@@ -46,6 +46,7 @@ _REMEDIES = {
     ),
     "model": " with --model",
     "rebuild": ": 'edje-index build PHOTOS --out NEW --model MODEL'",
+    "features": "; build an index with a bundle that 'edje-index model features' makes",
     "precision": "; 'edje-index quantize INDEX --to NAME' adds a precision",
     "new-column": "; to add the column, give --new-column",
     "inline": "; '--engine inline' works without Ray",

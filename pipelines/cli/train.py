@@ -103,7 +103,8 @@ def train(
             lambda match: f"{match[0]} ({OPTIONS[match[1]]})",
             str(error),
         )
-        raise UsageError(message) from error
+        error.args = (message,)
+        raise
     print_result(result, *describe_result(result))
 
 

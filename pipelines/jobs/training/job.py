@@ -233,8 +233,8 @@ def _begin_run(
             raise UsageError(
                 f"{inputs.index} does not store the features that a"
                 f" {settings.architecture.adapter} adapter is trained on"
-                f" ({needed.num_tokens} {needed.kind} tokens per image); build an index"
-                " with a bundle of 'edje-index model features'"
+                f" ({needed.num_tokens} {needed.kind} tokens per image)",
+                remedy="features",
             )
 
         def commit(start: BundleInfo) -> None:
