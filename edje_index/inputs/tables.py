@@ -9,9 +9,9 @@ The suffix of a table determines its format:
 - `.json`: a list of these objects, a Karpathy split file, or a COCO caption file.
 - `.txt`, and "-" for standard input: one name per line. Blank lines are skipped.
 
-Consecutive entries of one image that differ only in their captions become one entry
-with all captions. All formats but `.json` are read as a stream, so memory does not
-depend on their length.
+Consecutive entries of one image and split become one entry with the captions of all and
+the other values of the first. All formats but `.json` are read as a stream, so memory
+does not depend on their length.
 """
 
 from __future__ import annotations
@@ -202,12 +202,8 @@ class Table:
         entries = self._parquet_entries(count) if is_parquet else self._texts(count)
         for _, group in itertools.groupby(entries, _identity):
             first, *others = group
-            texts = captions_of(first.values)
-            joined = dict.fromkeys(texts) if others else {}
             for entry in others:
-                joined |= dict.fromkeys(captions_of(entry.values))
-            if len(joined) > len(texts):
-                first.values[_caption_column(first.values)] = list(joined)
+                add_captions(first.values, entry.values)
             yield first
 
     def _texts(self, count: Count) -> Iterator[Entry]:
@@ -435,19 +431,27 @@ def _checked(value: Any, problem: str = "") -> tuple[Json, str]:
     return {}, problem or "the entry is not a JSON object"
 
 
-def _caption_column(values: Json) -> str:
-    return next((name for name in CAPTION_COLUMNS if values.get(name)), CAPTIONS)
-
-
 def _identity(entry: Entry) -> object:
-    """Return an object that is equal for entries of the same image that differ only in
-    their captions.
+    """Return an object that is equal for captioned entries of the same image and
+    split.
     """
-    texts = captions_of(entry.values)
-    is_captioned = texts and all(isinstance(text, str) for text in texts)
-    if entry.has_bytes or entry.image is None or entry.problem or not is_captioned:
+    has_captions = bool(captions_of(entry.values))
+    if entry.image is None or entry.has_bytes or entry.problem or not has_captions:
         return entry.number
-    return entry.image, {**entry.values, _caption_column(entry.values): None}
+    return entry.image, entry.values.get(SPLIT)
+
+
+def add_captions(values: Json, others: Json) -> None:
+    """Add to the captions in `values` those in `others`, which are values of the same
+    image. Nothing is added to captions that are not texts.
+    """
+    texts = captions_of(values)
+    more = [text for text in captions_of(others) if isinstance(text, str)]
+    joined = list(dict.fromkeys([*map(str, texts), *more]))
+    if joined[: len(texts)] == texts and len(joined) > len(texts):
+        captioned = values if texts else others
+        column = next(name for name in CAPTION_COLUMNS if captioned.get(name))
+        values[column] = joined
 
 
 def _comma_rows(

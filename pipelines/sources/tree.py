@@ -32,7 +32,7 @@ from edje_index.inputs.names import (
 )
 from edje_index.inputs.ranges import open_file, open_ranged
 from edje_index.inputs.refs import InputRef, display_path
-from edje_index.inputs.tables import CAPTIONS, UNREADABLE, Table
+from edje_index.inputs.tables import UNREADABLE, Table, add_captions
 from edje_index.inputs.tars import Member
 from pipelines.sources.base import (
     Source,
@@ -48,7 +48,6 @@ from pipelines.sources.base import (
 from pipelines.sources.table import TableSource
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
-from storage_formats.format.source_columns import CAPTION_COLUMNS, captions_of
 from storage_formats.remote.files import (
     UnreachableError,
     list_remote_folder,
@@ -147,10 +146,8 @@ class TreeSource(Source):
         self._visited: dict[_FileId, list[bytes]] = {}
         # directory -> names of its files that were used through a link
         self._linked: dict[_FileId, set[bytes]] = {}
-        # Path of a photo in a metadata table, without links -> (values of its first
-        # line, captions of its further lines). The keys of the inner dictionary are the
-        # captions, so that each caption is kept once and in order.
-        self._listed: dict[bytes, tuple[dict[Any, Any], dict[str, None]]] = {}
+        # path of a photo in a metadata table, without links -> its values
+        self._listed: dict[bytes, dict[Any, Any]] = {}
         # directories whose metadata table is damaged
         self._damaged: list[bytes] = []
         pending = [self.path.rstrip(b"/") if is_url(self.path) else self.path]
@@ -345,14 +342,9 @@ class TreeSource(Source):
         }
         uri = display_path(path)
         real = os.path.realpath(path) if self._listed else path
-        values, captions = self._listed.pop(real, ({}, {}))
+        values = self._listed.pop(real, {})
         if path.startswith(tuple(self._damaged)):
             self.unread.add(uri)
-        first = captions_of(values)
-        more = [text for text in captions if text not in first]
-        if more and first == _texts(values):
-            column = next(filter(values.get, CAPTION_COLUMNS), CAPTIONS)
-            values[column] = first + more
         metadata = self._metadata(uri, contents, values)
         return file_input(path, size=size, metadata=metadata)
 
@@ -387,13 +379,10 @@ class TreeSource(Source):
             listed = str(entry.image or "").replace("\\", "/")
             photo = listed_input(os.path.normpath(listed), directory.path)
             if photo is not None:
-                first, more = self._listed.setdefault(
-                    os.path.realpath(photo.path), (values, {})
-                )
-                # A photo can have several lines, one per caption. The first line gives
-                # all values, and the others only add their captions.
+                real = os.path.realpath(photo.path)
+                first = self._listed.setdefault(real, values)
                 if first is not values:
-                    more.update(dict.fromkeys(_texts(values)))
+                    add_captions(first, values)
         if self.ignored.get(UNREADABLE, 0) > before:
             self._damaged.append(os.path.join(directory.path, b""))
         return True
@@ -510,10 +499,6 @@ class TreeSource(Source):
         is_repeated = target in used
         used.add(target)
         return is_repeated
-
-
-def _texts(values: dict[Any, Any]) -> list[str]:
-    return [text for text in captions_of(values) if isinstance(text, str)]
 
 
 def _read_sidecar(path: bytes) -> bytes | None:

@@ -223,8 +223,15 @@ def test_caption_files(tmp_path: Path) -> None:
 def test_consecutive_lines_of_one_image_give_all_its_captions(
     tmp_path: Path, suffix: str
 ) -> None:
-    rows = [("a", "one", 1), ("a", "two", 1), ("a", "three", 2), ("b", "four", 2)]
-    records = [dict(zip(("image", "caption", "n"), row, strict=True)) for row in rows]
+    names = ("image", "caption", "n", "split")
+    rows = [
+        ("a", "one", 1, "dev"),
+        ("a", "two", 2, "dev"),
+        ("a", "one", 3, "dev"),
+        ("a", "three", 4, "test"),
+        ("b", "four", 5, "dev"),
+    ]
+    records = [dict(zip(names, row, strict=True)) for row in rows]
     path = tmp_path / f"list{suffix}"
     if suffix in (".csv", ".tsv"):
         with path.open("w", newline="") as file:
@@ -236,8 +243,8 @@ def test_consecutive_lines_of_one_image_give_all_its_captions(
         path.write_text(json.dumps(records))
     else:
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    captions = [ref.metadata["caption"] for ref in scan(path)]
-    assert captions == [["one", "two"], "three", "four"]
+    found = [(ref.metadata["caption"], int(ref.metadata["n"])) for ref in scan(path)]
+    assert found == [(["one", "two"], 1), ("three", 4), ("four", 5)]
 
 
 def test_the_first_line_may_lack_the_path(tmp_path: Path) -> None:
