@@ -222,7 +222,8 @@ class LocalReads:
         files again.
         """
         self._queues.close()
-        self._mapped.close()
+        # the maps are freed with the last read that uses them
+        vars(self).pop("_mapped", None)
         self._files.close()
         self._direct_files.close()
         self._buffers.close()

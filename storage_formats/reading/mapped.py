@@ -39,8 +39,8 @@ class MappedShards:
         self._is_trusted = is_trusted
         self._lock = fork_safe_lock()
         self._maps: dict[int, mmap.mmap] = {}
-        # By shard: the address of the map, 0 without a map; and the value of
-        # `time.monotonic()` until which the page cache is trusted to hold the file.
+        # By shard: the address of the map; and the value of `time.monotonic()` until
+        # which the page cache is trusted to hold the file, 0 without a map.
         self._addresses = np.zeros(spec.shards, dtype=np.int64)
         self._trusted_until = np.zeros(spec.shards)
         # By row: whether the record of the map was compared with its checksum. Pages of
@@ -127,16 +127,11 @@ class MappedShards:
                 self._trusted_until[shard] = file.trusted_until
             return mapped
 
-    def close(self) -> None:
-        """Free the maps. A later read maps the files again."""
-        with self._lock:
-            self._free(0)
-
     def _free(self, keep: int) -> None:
         for shard in list(self._maps)[: max(0, len(self._maps) - keep)]:
-            del self._maps[shard]
-            self._addresses[shard] = 0
+            # first, in case that a signal handler raises an exception in between
             self._trusted_until[shard] = 0
+            del self._maps[shard]
             first = shard * self._shard_size
             self._is_checked[first : first + self._shard_size] = False
 
