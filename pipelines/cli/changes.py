@@ -8,23 +8,20 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pipelines.cli.bundles import report_bundle
 from pipelines.cli.command import Job, command
-from pipelines.cli.output import (
-    note,
-    print_result,
-    run_job,
-    running_job,
-    wants_json,
-)
-from pipelines.progress.events import Progress
+from pipelines.cli.output import note, print_result, run_job, wants_json
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.errors import UsageError
 from storage_formats.remote.urls import IndexLocation, hub_kind
+
+if TYPE_CHECKING:
+    from edje_index.progress import OnProgress
+    from storage_formats.format.file_check import Problem
 
 _SHOWN = 10
 _PRINT_ONLY = Path("-")
@@ -392,28 +389,22 @@ def verify(
         max_duration: do not start to check another shard after this time in seconds.
             None selects no limit.
     """
-    from pipelines.progress.events import stop_at_events
     from storage_formats.errors import CorruptIndexError
     from storage_formats.format.remote import open_index
     from storage_formats.verify import verify_index
 
     checked = 0
-    with running_job() as (on_event, should_stop):
-        show = stop_at_events(
-            on_event, should_stop, "stopped; not all files were checked"
-        )
+    share = None if sample is None else _share(sample)
 
+    def check(on_progress: OnProgress) -> list[Problem]:
         def count(done: int, total: int) -> None:
             nonlocal checked
             checked = done
-            show(Progress("verifying", done, total))
+            on_progress("verifying", done, total)
 
-        problems = verify_index(
-            index,
-            count,
-            sample=None if sample is None else _share(sample),
-            max_duration=max_duration,
-        )
+        return verify_index(index, count, sample=share, max_duration=max_duration)
+
+    problems = run_job(check)
     listed = [asdict(problem) for problem in problems]
     value = {"index": str(index), "sound": not problems, "problems": listed}
     verdict = counted(len(problems), "problem") if problems else "sound"

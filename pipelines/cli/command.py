@@ -162,7 +162,7 @@ def command(
             decorated function does everything itself, and may return an exit code.
         name: name of the command. None selects the name of the decorated function.
         resume: names of parameters. The first that has a value is passed to
-            `running_job` as `resume`.
+            `run_job` as `resume`.
         flags: for each parameter whose option does not have its name, the option; None
             for a parameter that the command does not have. Parameters that are not
             keyword-only are arguments, unless an option is given for them.

@@ -11,14 +11,14 @@ import os
 import select
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from pipelines.progress.events import INTERRUPTED, JobStopped, OnEvent, ShouldStop
+from pipelines.progress.events import INTERRUPTED, JobStopped
 from pipelines.progress.wording import printable
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout
@@ -148,31 +148,40 @@ def this_command() -> str:
     return shlex.join(["edje-index", *sys.argv[1:]])
 
 
-@contextlib.contextmanager
-def running_job(
-    *,
+def run_job(
+    job: Callable[..., _Result],
+    *arguments: Any,
     resume: IndexLocation | bool = False,
-    stops: bool = True,
-) -> Iterator[tuple[OnEvent, ShouldStop]]:
-    """Yield two callbacks for a job: `on_event` shows progress, and `should_stop`
-    returns True after a signal to stop.
+    **options: Any,
+) -> _Result:
+    """Call `job`, show its progress, and return its result.
 
-    With the option `--log FILE`, the events are also written to FILE. If the job stops
-    early and can be resumed, the error message contains the command that resumes it.
+    Besides `arguments` and `options`, `job` gets those of the callbacks `on_event`,
+    `should_stop`, `on_progress` and `say` that it takes. After a signal to stop,
+    `should_stop` returns True, and `on_progress` raises JobStopped. If `job` takes
+    neither, the signal ends it at once. With the option `--log FILE`, the events are
+    also written to FILE. If the job stops early and can be resumed, the error message
+    contains the command that resumes it.
 
     Args:
         resume: whether the same command can resume a stopped job. For a job that
             changes an index, `resume` is the path or URL of the index. If it is a path,
             the job can be resumed only if the index has a journal when the job stops.
-        stops: False for a job that does not call `should_stop`. A signal then ends it
-            at once.
     """
     from pipelines.progress.display import Display, log_file
-    from pipelines.progress.events import never, stop_on_signals
+    from pipelines.progress.events import (
+        StatusMessage,
+        never,
+        progress_callback,
+        stop_at_events,
+        stop_on_signals,
+    )
 
     context = click.get_current_context(silent=True)
     log: Path | None = None if context is None else context.meta.get(LOG_KEY)
     display = Display(sys.stderr, quiet=is_given(QUIET))
+    names = inspect.signature(job).parameters
+    stops = not {"should_stop", "on_progress"}.isdisjoint(names)
     try:
         with (
             # Standard output must contain nothing but the result, so text that
@@ -184,7 +193,15 @@ def running_job(
             display.bar,
             contextlib.nullcontext() if log is None else log_file(log, this_command()),
         ):
-            yield display, should_stop
+            stopping = stop_at_events(display, should_stop, "stopped before the end")
+            callbacks = {
+                "on_event": display,
+                "should_stop": should_stop,
+                "on_progress": progress_callback(stopping),
+                "say": lambda text: display(StatusMessage(text)),
+            }
+            options |= {name: callbacks[name] for name in callbacks if name in names}
+            return job(*arguments, **options)
     except (JobStopped, KeyboardInterrupt) as error:
         if isinstance(resume, Path):
             resume = Layout(resume).journal.exists()
@@ -195,34 +212,3 @@ def running_job(
         )
         stopped.exit_code = getattr(error, "exit_code", INTERRUPTED)
         raise stopped from error
-
-
-def run_job(
-    job: Callable[..., _Result],
-    *arguments: Any,
-    resume: IndexLocation | bool = False,
-    **options: Any,
-) -> _Result:
-    """Call `job` inside `running_job`, and return its result. Besides `arguments` and
-    `options`, `job` gets those of the callbacks `on_event`, `should_stop`,
-    `on_progress` and `say` that it takes. After a signal to stop, `on_progress` raises
-    JobStopped.
-    """
-    from pipelines.progress.events import (
-        StatusMessage,
-        progress_callback,
-        stop_at_events,
-    )
-
-    names = inspect.signature(job).parameters
-    stops = not {"should_stop", "on_progress"}.isdisjoint(names)
-    with running_job(resume=resume, stops=stops) as (on_event, should_stop):
-        stopped = stop_at_events(on_event, should_stop, "stopped before the end")
-        callbacks = {
-            "on_event": on_event,
-            "should_stop": should_stop,
-            "on_progress": progress_callback(stopped),
-            "say": lambda text: on_event(StatusMessage(text)),
-        }
-        options |= {name: callbacks[name] for name in callbacks if name in names}
-        return job(*arguments, **options)

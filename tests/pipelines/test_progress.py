@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.cli.output import running_job
+from pipelines.cli.output import run_job
 from pipelines.progress.display import Display, log_file
 from pipelines.progress.events import (
     JobStopped,
@@ -76,8 +76,7 @@ def test_a_terminal_shows_the_same_words_in_place():
 
 
 def test_what_libraries_print_during_a_job_does_not_damage_its_result(capsys):
-    with running_job():
-        print("a worker died")
+    run_job(print, "a worker died")
     print('{"rows": 3}')
     assert capsys.readouterr() == ('{"rows": 3}\n', "a worker died\n")
 
