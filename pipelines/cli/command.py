@@ -273,7 +273,9 @@ class Command(click.Command):
         is_repeated = "Sequence" in kinds
         if not flag.startswith("-"):
             return click.Argument([name], nargs=-1 if is_repeated else 1, **settings)
-        settings = {"multiple": is_repeated, "is_flag": "bool" in kinds, **settings}
+        settings = {"multiple": is_repeated, **settings}
+        if "bool" in kinds:
+            settings["is_flag"] = True
         flag = flag if len(name) > 1 else f"-{name}"
         return click.Option([flag, name], help=self._help(name), **settings)
 

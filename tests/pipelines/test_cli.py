@@ -104,6 +104,8 @@ def test_a_parameter_is_declared_once(tmp_path, monkeypatch):
     assert given.params["index"] == Path("i")
     assert (given.params["names"], given.params["full"]) == (("a",), True)
     assert (given.params["k"], given.params["least"]) == (5, None)
+    given = made.make_context("made", ["i", "--out=-o", "--least", "-0.5"])
+    assert (given.params["out"], given.params["least"]) == (Path("-o"), -0.5)
     with pytest.raises(click.NoSuchOption, match="--par"):
         made.make_context("made", ["i", "--out", "o", "--par", "x"])
 
