@@ -414,13 +414,16 @@ for words in json.loads(sys.argv[-1]):
 def test_trainings_in_one_process_start_ray_anew_also_after_it_was_killed(
     case, tmp_path
 ):
-    """The raylet of the first training is killed."""
+    """The raylet of the first training is killed. The last training has a relative
+    path.
+    """
     workers = "run.workers=2"
     arguments = training(case, tmp_path / "out", "loop.steps=60", workers)
-    other = training(case, tmp_path / "other", "loop.steps=2", workers)
+    other = training(case, Path("other"), "loop.steps=2", workers)
     lines = [[*map(str, line)] for line in (arguments, arguments, other)]
     process = subprocess.Popen(
         [sys.executable, "-c", IN_TURN, json.dumps(lines)],
+        cwd=tmp_path,
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -445,3 +448,4 @@ def test_trainings_in_one_process_start_ray_anew_also_after_it_was_killed(
     )
     assert f"To resume: edje-index {arguments[0]} {arguments[1]}" in error
     assert read_log(tmp_path / "out.run")[-1]["step"] == 60
+    assert read_log(tmp_path / "other.run")[-1]["step"] == 2

@@ -79,7 +79,9 @@ def run_training(
             damaged.
     """
     started = time.monotonic()
-    run = settings.run
+    # The workers may run in other directories, so the run folder is made absolute.
+    run = settings.run.model_copy(update={"dir": settings.run.folder})
+    settings = settings.model_copy(update={"run": run})
     inputs = settings.inputs
     with locked(run.folder), resumable(run.folder):
         on_event(StatusMessage("reading captions"))
