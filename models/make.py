@@ -49,7 +49,7 @@ from edje_index.bundles.shipped_model import (
     base_towers,
     write_weights,
 )
-from edje_index.captions.reading import check_apart, read_captions
+from edje_index.captions.reading import read_captions
 from edje_index.models.filesystem import new_folder, write_json
 from models.crops import write_crops
 from models.embedding import TOWER_WEIGHTS, pair_features, start_model, train_heads
@@ -122,7 +122,12 @@ def train_embedding(
     """
     train_items = read_captions(captions, images)
     dev_items = read_captions(dev, images)
-    check_apart(train_items, dev_items)
+    dev_paths = {item.path for item in dev_items}
+    if shared := sorted(dev_paths & {item.path for item in train_items}):
+        raise click.UsageError(
+            f"{len(shared):,} images are in both CAPTIONS and --dev, for example"
+            f" {shared[0]}; give captions of other images"
+        )
     model = start_model(towers)
     features = (pair_features(model, items) for items in (train_items, dev_items))
     train_heads(model.clip, *features)

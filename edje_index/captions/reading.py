@@ -15,7 +15,7 @@ import os
 import string
 import unicodedata
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,26 +79,10 @@ def read_captions(
     images: str | Path | None = None,
     split: str | None = None,
 ) -> list[CaptionedImage]:
-    """Read a caption file with `read_caption_file`, and return the captioned images.
+    """Read a caption file, and return the captioned images in file order.
 
-    If blank or missing captions are left out, a warning gives their number.
-    """
-    items, blank = read_caption_file(path, images, split)
-    if blank:
-        warnings.warn(
-            f"{path}: missing or blank captions are left out: {blank:,}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return items
-
-
-def read_caption_file(
-    path: str | Path,
-    images: str | Path | None = None,
-    split: str | None = None,
-) -> tuple[list[CaptionedImage], int]:
-    """Read a caption file.
+    Images without captions are left out. A warning gives the number of captions that
+    are left out, because they are missing or blank.
 
     Args:
         path: path of a table or an archive. The suffix determines the format.
@@ -107,11 +91,6 @@ def read_caption_file(
             machine that does not have its photos.
         split: read only this split. The split "train" includes Karpathy's split
             "restval".
-
-    Returns:
-        The captioned images in file order, and the number of captions that are left
-        out, because they are missing or blank. Images without any other caption are
-        left out, too.
 
     Raises:
         UsageError: the file cannot be read, an entry cannot be used, or the file has no
@@ -159,21 +138,13 @@ def read_caption_file(
             else "the file names no splits, so do not give a split"
         )
         raise UsageError(f"{file} has no captions of the split '{split}'; {advice}")
-    return items, blank
-
-
-def check_apart(train: Iterable[CaptionedImage], dev: Sequence[CaptionedImage]) -> None:
-    """Raise a UsageError if an image is in both the training set and the
-    development set.
-    """
-    dev_paths = {item.path for item in dev}
-    shared = sorted(dev_paths & {item.path for item in train})
-    if shared:
-        raise UsageError(
-            f"{len(shared):,} images are in both the training set and the development"
-            f" set, for example {shared[0]}: give separate caption files, or different"
-            " splits"
+    if blank:
+        warnings.warn(
+            f"{path}: missing or blank captions are left out: {blank:,}",
+            RuntimeWarning,
+            stacklevel=2,
         )
+    return items
 
 
 def usable_captions(values: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from edje_index.captions.matching import match_items
-from edje_index.captions.reading import CaptionedImage, read_caption_file
+from edje_index.captions.reading import CaptionedImage, read_captions
 from edje_index.images.decode import _FORMATS, decode_rgb
 from edje_index.inputs.names import IMAGE_SUFFIXES, join_sidecars
 from edje_index.inputs.refs import InputRef, read_bytes
@@ -31,6 +31,7 @@ from pipelines.sources.base import listed_input
 from storage_formats.errors import UsageError
 from storage_formats.format.column_types import BYTES, NUMBER, TEXT, column_kind
 from storage_formats.format.rows import INDEXED
+from tests.caption_files import read_counted
 
 JPEG = b"\xff\xd8\xff"
 
@@ -103,7 +104,7 @@ def test_folders_tars_and_zips_give_the_same_captions(tmp_path_factory, names):
     assert captions_of(write_zip(tmp_path / "a.zip", members)) == in_folder
     captioned = {name for name, texts in in_folder.items() if texts}
     if captioned:
-        items, _ = read_caption_file(tmp_path / "a.tar")
+        items, _ = read_counted(tmp_path / "a.tar")
         start = f"{tmp_path}/a.tar!"
         assert {item.path.removeprefix(start) for item in items} == captioned
 
@@ -213,7 +214,7 @@ def test_every_suffix_is_an_image_wherever_it_lies(tmp_path):
             members[f"{name}{each}"] = JPEG
             members[f"{name}.txt"] = name.encode()
     path = write_tar(tmp_path / "a.tar", members)
-    items, blank = read_caption_file(path)
+    items, blank = read_counted(path)
     assert (len(items), blank) == (len(members) // 2, 0)
     read = {item.path.removeprefix(f"{path}!"): list(item.captions) for item in items}
     assert read == captions_of(path)
@@ -294,7 +295,7 @@ def test_lists_of_captions_in_any_layout(tmp_path, arrow_type):
         pytest.skip("Arrow does not write this layout")
     (ref,), _ = scan(tmp_path / "list.parquet")
     assert ref.metadata == {"captions": ["a", "b"]}
-    assert read_caption_file(tmp_path / "list.parquet")[0][0].captions == ("a", "b")
+    assert read_captions(tmp_path / "list.parquet")[0].captions == ("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -379,7 +380,7 @@ def test_coco_files_of_other_tools(tmp_path, images, notes, read, missing):
         (tmp_path / f"{number}.jpg").write_bytes(JPEG)
     path = tmp_path / "c.json"
     path.write_text(json.dumps({"images": images, "annotations": notes}))
-    items, blank = read_caption_file(path)
+    items, blank = read_counted(path)
     assert (len(items), blank) == (read, missing)
     refs, _ = scan(path)
     assert [ref.problem for ref in refs] == [None] * 3
@@ -398,7 +399,7 @@ def test_wrong_ids_are_named(tmp_path, images, notes, words):
     path = tmp_path / "c.json"
     path.write_text(json.dumps({"images": images, "annotations": notes}))
     with pytest.raises(UsageError, match=words):
-        read_caption_file(path)
+        read_captions(path)
 
 
 @pytest.mark.parametrize("missing", [{}, {"captions": None}, {"captions": []}])
@@ -417,7 +418,7 @@ def test_a_photo_without_captions_leaves_the_others(tmp_path, form, missing):
         path.write_text(json.dumps(records))
     else:
         path.write_text("".join(json.dumps(each) + "\n" for each in records))
-    items, blank = read_caption_file(path)
+    items, blank = read_counted(path)
     assert ([item.path for item in items], blank) == ([f"{tmp_path}/0.jpg"], 1)
 
 
@@ -427,7 +428,7 @@ def test_nan_is_no_caption(tmp_path):
         '{"image": "0.jpg", "caption": NaN, "text": "a"}\n'
         '{"image": "1.jpg", "captions": ["b", NaN]}\n{"image": "2.jpg", "text": NaN}\n'
     )
-    items, blank = read_caption_file(path)
+    items, blank = read_counted(path)
     assert ([item.captions for item in items], blank) == ([("a",), ("b",)], 2)
 
 

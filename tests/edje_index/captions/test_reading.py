@@ -13,10 +13,10 @@ import pytest
 
 from edje_index.captions.reading import (
     CaptionedImage,
-    read_caption_file,
     read_captions,
 )
 from storage_formats.errors import UsageError
+from tests.caption_files import read_counted
 
 NAMES = ("café 猫.jpg", "b.jpg", "c.jpg")
 
@@ -222,28 +222,28 @@ def test_blank_captions_are_left_out_and_counted(tmp_path):
     ]
     file = tmp_path / "c.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    content = items, blank = read_caption_file(file)
+    content = items, blank = read_counted(file)
     assert items == [
         item(tmp_path, "a.jpg", "one", split="train"),
         item(tmp_path, "c.jpg", "two", split="train"),
     ]
     assert blank == 4
-    assert read_caption_file(file, split="train")[1] == 3
+    assert read_counted(file, split="train")[1] == 3
     with pytest.warns(
         RuntimeWarning, match=r"c\.jsonl: missing or blank captions are left out: 4"
     ):
         assert read_captions(file) == items
     (tmp_path / "c.json").write_text(json.dumps(lines))
-    assert read_caption_file(tmp_path / "c.json") == content
+    assert read_counted(tmp_path / "c.json") == content
     annotations = [{"image_id": 1, "caption": text} for text in ("x", "")]
     coco = {"images": [{"id": 1, "file_name": "a.jpg"}], "annotations": annotations}
     (tmp_path / "coco.json").write_text(json.dumps(coco))
-    assert read_caption_file(tmp_path / "coco.json")[1] == 1
+    assert read_counted(tmp_path / "coco.json")[1] == 1
     shard = tar(
         tmp_path / "s.tar",
         {"a.jpg": b"", "a.txt": b" \n", "b.jpg": b"", "b.txt": b"\nx\n"},
     )
-    items, blank = read_caption_file(shard)
+    items, blank = read_counted(shard)
     assert ([each.captions for each in items], blank) == ([("x",)], 1)
 
 
