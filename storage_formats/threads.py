@@ -52,9 +52,9 @@ _new_lock.restype = ctypes.c_void_p
 _acquire: Any = _python.PyThread_acquire_lock
 _acquire.argtypes = [ctypes.c_void_p, ctypes.c_int]
 _release: Any = _python.PyThread_release_lock
-_free: Any = _python.PyThread_free_lock
 _release.argtypes = [ctypes.c_void_p]
-_free.argtypes = [ctypes.c_void_p]
+# locks that no crew uses; all are acquired
+_idle_locks: list[int] = []
 
 
 class _HelperThreads:
@@ -102,17 +102,24 @@ class _Crew(Generic[_Item]):
         errors: the errors of helper threads.
     """
 
-    def __init__(self, work: Callable[[_Item], object], items: Iterable[_Item]) -> None:
+    def __init__(
+        self, work: Callable[[_Item], object], items: Iterable[_Item], helpers: int
+    ) -> None:
         self._work = work
         self._items = iter(items)
         self.is_closed = False
         self.running: list[None] = []
         self.errors: list[BaseException] = []
-        self.ended = _new_lock()
-        _acquire(self.ended, 1)
-
-    def __del__(self) -> None:
-        _free(self.ended)
+        # one entry per thread that may still use the lock
+        self._users = [True] + [False] * helpers
+        # The lock of an earlier crew is used again. It is not freed by a destructor: if
+        # a signal handler raises an exception while a destructor runs, Python drops the
+        # exception.
+        try:
+            self.ended = _idle_locks.pop()
+        except IndexError:
+            self.ended = _new_lock()
+            _acquire(self.ended, 1)
 
     def process(self) -> None:
         """Process items until none is left."""
@@ -135,6 +142,17 @@ class _Crew(Generic[_Item]):
             self.running.pop()
             if self.is_closed and not self.running:
                 _release(self.ended)
+            self.leave()
+
+    def leave(self) -> None:
+        """Note that the calling thread does not use the lock any more. The last thread
+        passes the lock on.
+        """
+        # the first entry is taken last, and only by one thread
+        if self._users.pop():
+            while _acquire(self.ended, 0):
+                pass
+            _idle_locks.append(self.ended)
 
 
 _threads = _HelperThreads()
@@ -177,7 +195,7 @@ def run_threads(
         for item in items:
             work(item)
         return
-    crew = _Crew(work, items)
+    crew = _Crew(work, items, threads - 1)
     try:
         for _ in range(threads - 1):
             _threads.submit(crew.help)
@@ -186,6 +204,7 @@ def run_threads(
         crew.is_closed = True
         if crew.running:
             _acquire(crew.ended, 1)
+    crew.leave()
     if crew.errors:
         raise crew.errors[0]
 
@@ -211,7 +230,7 @@ def run_apart(steps: Generator[None, None, None]) -> None:
             steps.close()
             ended.put(None)
 
-    crew = _Crew(run, [None])
+    crew = _Crew(run, [None], 1)
     try:
         if _threads.submit(crew.help):
             ended.get()
@@ -221,6 +240,7 @@ def run_apart(steps: Generator[None, None, None]) -> None:
         crew.is_closed = True
         if crew.running:
             _acquire(crew.ended, 1)
+    crew.leave()
     if crew.errors:
         raise crew.errors[0]
 
