@@ -6,7 +6,6 @@ computes the final scores, and sorts.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -364,8 +363,7 @@ class TokenIndex:
         with stages.timed("text_tower"):
             embeddings = self.model.text.encode(texts)
         if image is not None:
-            with stages.timed("vision_tower"):
-                embeddings = embeddings + self._encoded(image)[2]
+            embeddings = embeddings + self._encoded(image, stages)[2]
             embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
         with stages.timed("nearest"):
             nearest = self._ann.nearest_to_each(embeddings, pool, passing)
@@ -669,14 +667,7 @@ class TokenIndex:
         k = as_count(k, "k")
         stages = Stages()
         passing = None if where is None else self.rows.passing(where)
-        # The embedding of a row is read from the index, without a tower.
-        vision_tower = (
-            contextlib.nullcontext()
-            if isinstance(image, int | np.integer)
-            else stages.timed("vision_tower")
-        )
-        with vision_tower:
-            row_id, _, embedding = self._encoded(image)
+        row_id, _, embedding = self._encoded(image, stages)
         # If the query is a row, this row is its own nearest row, but it is not a hit.
         # One more row is therefore requested.
         with stages.timed("nearest"):
@@ -693,7 +684,9 @@ class TokenIndex:
             weights,
         )[0]
 
-    def _encoded(self, image: ImageQuery) -> tuple[int, Blocks | None, Floats]:
+    def _encoded(
+        self, image: ImageQuery, stages: Stages
+    ) -> tuple[int, Blocks | None, Floats]:
         """Return the row id of an image, its tokens [1, m, d], and its embedding
         [embed_dim].
 
@@ -703,7 +696,8 @@ class TokenIndex:
         if isinstance(image, int | np.integer):
             row = requested_rows(self.committed, [image])
             return int(row[0]), None, read_embeddings(self.committed, row)[0]
-        tokens, embeddings = encode_images(self.model.image_encoder, [image])
+        with stages.timed("vision_tower"):
+            tokens, embeddings = encode_images(self.model.image_encoder, [image])
         return -1, tokens, embeddings[0]
 
     def search_texts(
@@ -744,7 +738,7 @@ class TokenIndex:
             )
         k, pool = _counts(k, pool, self.default_pool)
         weights, final = self._final_score(score, direction=IMAGE_TO_TEXT)
-        row_id, block, embedding = self._encoded(image)
+        row_id, block, embedding = self._encoded(image, Stages())
         if row_id >= 0 and reads_tokens(final.parts):
             block = self.store.fetch([row_id])
         embeddings = self.model.text.encode(texts)

@@ -28,23 +28,28 @@ _COMPILED_FROM = 32 << 20
 _COMPILED_AFTER = 4 << 30
 # size of a line of the processor's cache
 _LINE_BYTES = 64
-_NO_CHECKSUMS: Checksums = np.empty(0, dtype=np.uint32)
 _plainly_checked_bytes = 0
 
 
-def copy_records(sources: Ints, targets: Ints, size: int, *, bypass: bool) -> None:
+def copy_records(
+    sources: Ints, targets: Ints, size: int, *, bypass: bool, sums: bool
+) -> Checksums:
     """Copy the `size` bytes at each address of `sources` [k] to the address in
     `targets` [k], on the calling thread.
 
-    If `bypass` is True and the records are aligned to cache lines, the stores bypass
-    the processor's cache.
+    Args:
+        bypass: whether the stores bypass the processor's cache if the records are
+            aligned to cache lines.
+        sums: whether to return the CRC-32C of each record, uint32 [k].
     """
+    checksums = np.empty(len(sources) if sums else 0, dtype=np.uint32)
     copies = COPY
     if bypass and not size % _LINE_BYTES and not (targets % _LINE_BYTES).any():
         copies = COPY_NONTEMPORAL
     # the compiled loop can only copy whole lines
     loop = _plain_loop if size % _LINE_BYTES else _loop()
-    loop(sources, targets, size, _NO_CHECKSUMS, copies, 0, len(sources))
+    loop(sources, targets, size, checksums, copies, 0, len(sources))
+    return checksums
 
 
 def checksums_at(sources: Ints, size: int) -> Checksums:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from storage_formats.codecs import Blocks, Codec, Records
 from storage_formats.reading.batch import Ints
 from storage_formats.reading.memory import ADDRESS_SPACE, BufferPool, offset_of
-from storage_formats.reading.records import copy_records
+from storage_formats.reading.records import Checksums, copy_records
 
 _BYPASS_FROM = 32 << 20
 """Size in bytes from which on an output is written with non-temporal stores, which
@@ -43,9 +43,14 @@ class Sink(Protocol):
     @property
     def records(self) -> Records | None: ...
 
-    def write(self, sources: Ints, out_indices: Ints) -> None:
+    def write(
+        self, sources: Ints, out_indices: Ints, *, sums: bool = False
+    ) -> Checksums | None:
         """Write the records at the addresses `sources` [k] to the items `out_indices`
         [k] of the output.
+
+        If `sums` is True, a sink that copies records returns their CRC-32C, uint32 [k].
+        Other sinks return None.
         """
 
 
@@ -59,11 +64,15 @@ class RecordSink:
     def block_bytes(self) -> int:
         return int(self.records.shape[1])
 
-    def write(self, sources: Ints, out_indices: Ints) -> None:
+    def write(
+        self, sources: Ints, out_indices: Ints, *, sums: bool = False
+    ) -> Checksums | None:
         size = self.records.shape[1]
         targets = self.records.ctypes.data + out_indices * size
         bypass = self.records.nbytes >= _BYPASS_FROM
-        copy_records(sources, targets, size, bypass=bypass)
+        # copying and checking in one loop takes less time than in two
+        checksums = copy_records(sources, targets, size, bypass=bypass, sums=sums)
+        return checksums if sums else None
 
 
 @dataclass(frozen=True)
@@ -78,10 +87,13 @@ class BlockSink:
     def block_bytes(self) -> int:
         return 2 * self.codec.values
 
-    def write(self, sources: Ints, out_indices: Ints) -> None:
+    def write(
+        self, sources: Ints, out_indices: Ints, *, sums: bool = False
+    ) -> Checksums | None:
         bits = self.blocks.view(np.uint16).reshape(-1)
         moves = (offset_of(sources), out_indices)
         self.codec.decode_at(ADDRESS_SPACE, moves, bits, (0, len(sources)))
+        return None
 
 
 @dataclass(frozen=True)
@@ -101,10 +113,13 @@ class ScoreSink:
     def block_bytes(self) -> int:
         return 2 * self.codec.values
 
-    def write(self, sources: Ints, out_indices: Ints) -> None:
+    def write(
+        self, sources: Ints, out_indices: Ints, *, sums: bool = False
+    ) -> Checksums | None:
         scores = np.empty(len(sources), np.float32)
         self._score(offset_of(sources), scores)
         self.scores[out_indices] = scores
+        return None
 
     @functools.cached_property
     def _record_scorer(self) -> Any:

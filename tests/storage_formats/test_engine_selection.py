@@ -126,3 +126,15 @@ def test_what_is_read_again_and_again_gets_into_the_page_cache(store, monkeypatc
     monkeypatch.setattr(local_reads, "available_memory", lambda: 2 * 64 * 512)
     for _ in range(5):
         assert chosen(store, range(64, 128)) == {"direct": 64}
+
+
+def test_an_admitted_shard_is_asked_about_at_the_next_read(built, monkeypatch):
+    if "direct" not in engines():
+        pytest.skip("no direct reads here")
+    monkeypatch.setattr(local_reads, "_SEARCH_RECORDS", 31)
+    evict(built[0])
+    with TokenStore.open(built[0]) as store:
+        assert chosen(store, range(64)) == {"direct": 64}
+        assert chosen(store, range(64)) == {"portable": 64}
+        Layout(built[0]).token_shard("bf16", 0).read_bytes()
+        assert chosen(store, range(64)) == {"mapped": 64}
