@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,13 +32,21 @@ from storage_formats.atomic import (
     write_bytes_atomic,
     write_json_atomic,
 )
-from storage_formats.errors import CorruptIndexError, EdjeError, UsageError, cannot_read
-from storage_formats.format.checksum import json_checksum
+from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.format.index_files import read_index_file
+from storage_formats.format.journal import (
+    Journal,
+    how_to_discard,
+    manifest_digest,
+    read_journal,
+    replace_shards,
+    unfinished_journal,
+)
 from storage_formats.format.layout import (
     IndexSpec,
     Layout,
 )
+from storage_formats.format.lock import locked
 from storage_formats.format.manifest import (
     CommittedIndex,
     Manifest,
@@ -50,7 +57,6 @@ from storage_formats.format.receipts import ShardReceipt, read_receipts
 from storage_formats.format.remote import open_index
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.garbage import remove_what_is_not_kept
-from storage_formats.lock import locked
 from storage_formats.remote.urls import IndexLocation, local_path
 
 LEAST_SNAPSHOTS = 32
@@ -58,10 +64,6 @@ MOST_SNAPSHOTS = 64
 """An index keeps at most `MOST_SNAPSHOTS` snapshots. The change that would exceed this
 number removes the oldest snapshots, so that `LEAST_SNAPSHOTS` are left.
 """
-# The journal holds the plan, which lists the checksum of every file in `build/inputs/`.
-# The journal of a large build is therefore long.
-_MAX_JOURNAL_BYTES = 1 << 30
-
 Notify = Callable[[str], None]
 """Function that takes a message for the user."""
 
@@ -83,73 +85,6 @@ class Removal:
 
 class UnfinishedChangeError(EdjeError):
     """Another change of the index was stopped, and has a plan or finished shards."""
-
-
-@dataclass(frozen=True)
-class Journal:
-    """The contents of `build/journal.json`, which describes the change that is under
-    way.
-
-    Attributes:
-        kind: kind of the change, for example "append".
-        request: JSON object that says what the change was asked to do. A change that is
-            stopped is resumed by a later change with the same kind and an equal
-            request.
-        base: SHA-256 in hexadecimal of the `index.json` before the change. None if the
-            change writes a new index.
-        plan: JSON object that the change stored before its first task, so that a later
-            run continues in the same way. None if no plan was stored.
-    """
-
-    kind: str
-    request: Json
-    base: str | None
-    plan: Json | None = None
-
-    def write(self, layout: Layout) -> None:
-        """Write the journal of the index with `layout`."""
-        checksum = json_checksum(vars(self))
-        value = {**vars(self), "crc32c": checksum}
-        write_json_atomic(layout.journal, value, layout.staging)
-
-
-def read_journal(root: str | Path) -> Journal | None:
-    """Return the journal of the unfinished change of the index at `root`; None if
-    there is none.
-    """
-    layout = Layout(Path(root))
-    try:
-        value = json.loads(
-            read_index_file(layout.root, layout.journal, max_bytes=_MAX_JOURNAL_BYTES)
-        )
-        if value.pop("crc32c") != json_checksum(value):
-            raise ValueError("it does not match its checksum")
-        return Journal(**value)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (
-        OSError,
-        AttributeError,
-        KeyError,
-        TypeError,
-        ValueError,
-        RecursionError,
-    ) as error:
-        advice, remedy = how_to_discard(layout)
-        what = f"{layout.journal}, which names the unfinished change"
-        problem = cannot_read(what, error, advice)
-        problem.remedy = remedy
-        raise problem from error
-
-
-def unfinished_journal(root: str | Path) -> Journal | None:
-    """Return the journal of the index at `root` if its change was stopped before
-    the commit; None otherwise.
-    """
-    layout = Layout(Path(root))
-    journal = read_journal(root)
-    # A commit replaces `index.json`, which then has another digest than `base`.
-    return journal if journal is not None and journal.base == _digest(layout) else None
 
 
 class Change:
@@ -177,7 +112,7 @@ class Change:
         # converted to JSON. This request is therefore converted too: for example,
         # tuples become lists.
         wanted = json.loads(json.dumps(request or {}))
-        self._journal = Journal(kind, wanted, _digest(layout))
+        self._journal = Journal(kind, wanted, manifest_digest(layout))
 
     @property
     def plan(self) -> Json | None:
@@ -241,7 +176,7 @@ class Change:
         remove_build(self.layout)
 
     def _is_unchanged(self) -> bool:
-        return _digest(self.layout) == self._journal.base
+        return manifest_digest(self.layout) == self._journal.base
 
     def _is_committed(self) -> bool:
         return self._is_committing and not self._is_unchanged()
@@ -424,7 +359,7 @@ class IndexChange(Change):
             data = read_index_file(layout.root, layout.manifest)
             write_bytes_atomic(kept, data, layout.staging)
         manifest.write(layout)
-        _replace_shards(layout)
+        replace_shards(layout)
         # This call writes a shape only if it still differs, which is so for arrays that
         # shrink. They shrink after the commit, because a reader of the old manifest may
         # still read rows that the new manifest does not have.
@@ -588,7 +523,7 @@ def collect_garbage(
             notify("discarding an unfinished change whose journal is damaged")
             # A change with a damaged journal cannot be resumed. This stand-in for the
             # journal makes `_discard` remove the files of the change.
-            earlier = Journal("unknown", {}, _digest(layout), plan={})
+            earlier = Journal("unknown", {}, manifest_digest(layout), plan={})
         change = IndexChange(CommittedIndex.open(layout.root), "gc", None)
         if earlier is not None:
             _discard(change, earlier, notify)
@@ -667,32 +602,17 @@ def _recover(layout: Layout) -> Journal | None:
     """
     journal = read_journal(layout.root)
     # `base` is the digest of the current `index.json` until the change is committed.
-    if journal is None or journal.base == _digest(layout):
+    if journal is None or journal.base == manifest_digest(layout):
         return journal
     # The files of the former manifest may be removed only after the new manifest is
     # durable.
     fsync_path(layout.root)
-    _replace_shards(layout)
+    replace_shards(layout)
     # Files are removed first, because the disk may be full.
     _remove_garbage(layout, shards=True)
     write_array_shapes(layout, Manifest.load(layout.root).spec)
     remove_build(layout)
     return None
-
-
-def _replace_shards(layout: Layout) -> None:
-    """Move the files in `build/erased/` to the same paths in the index. Call this only
-    after the commit of the erasure that wrote them.
-    """
-    if not layout.erased.exists():
-        return
-    finals = []
-    for folder in Layout(layout.erased).shard_folders():
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                finals.append(layout.root / path.relative_to(layout.erased))
-                path.replace(finals[-1])
-    fsync_paths({final.parent for final in finals})
 
 
 def _remove_garbage(
@@ -710,22 +630,6 @@ def _remove_garbage(
 def _finished(layout: Layout) -> str:
     shards = sum(1 for _ in layout.receipts.glob("*.json"))
     return f"{shards:,} finished shard{'' if shards == 1 else 's'}"
-
-
-def how_to_discard(layout: Layout) -> tuple[str, str | None]:
-    """Return the advice for an error message on how to discard the unfinished change of
-    an index, and the value of the attribute `remedy` of that error.
-    """
-    if layout.manifest.exists():
-        return "discard it", "discard"
-    return f"delete {layout.root}", None
-
-
-def _digest(layout: Layout) -> str | None:
-    try:
-        return hashlib.sha256(layout.manifest.read_bytes()).hexdigest()
-    except FileNotFoundError:
-        return None
 
 
 def now() -> str:

@@ -139,7 +139,7 @@ def _describe_begun(root: Path) -> Json | None:
     if the index is finished, or if there is no index.
     """
     from pipelines.jobs.plan import Plan
-    from storage_formats.change import unfinished_journal
+    from storage_formats.format.journal import unfinished_journal
 
     if Layout(root).manifest.exists() or (journal := unfinished_journal(root)) is None:
         return None
@@ -164,7 +164,7 @@ def _unfinished(root: Path) -> Json | None:
     """Return the kind of the unfinished change of an index, and the number of shards
     that it has finished. Return None if no change is unfinished.
     """
-    from storage_formats.change import unfinished_journal
+    from storage_formats.format.journal import unfinished_journal
 
     journal = unfinished_journal(root)
     if journal is None:
@@ -297,7 +297,7 @@ def failed_rows(index: IndexLocation) -> Iterator[Json]:
     """Yield the row id, reason, URI and detail of each failed row. If a first build is
     unfinished, these are the failed rows of its finished shards.
     """
-    from storage_formats.change import unfinished_journal
+    from storage_formats.format.journal import unfinished_journal
     from storage_formats.format.remote import open_index
     from storage_formats.format.rows import FAILED, iter_rows, read_shard_rows
     from storage_formats.remote.urls import is_url

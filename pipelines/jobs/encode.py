@@ -37,7 +37,8 @@ from pipelines.jobs.plan import (
 from pipelines.jobs.resources import Execution
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import by_reason, counted
-from storage_formats.change import Change, IndexChange, how_to_discard
+from storage_formats.change import Change, IndexChange
+from storage_formats.format.journal import how_to_discard
 from storage_formats.format.layout import Layout
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import FAILED, read_shard_rows

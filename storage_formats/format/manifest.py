@@ -27,6 +27,7 @@ from storage_formats.format.downloads import download
 from storage_formats.format.edits import Edits, read_edits
 from storage_formats.format.file_check import FileEntry
 from storage_formats.format.index_files import read_index_file
+from storage_formats.format.journal import end_erasure
 from storage_formats.format.json_values import read_json
 from storage_formats.format.layout import (
     EDITED_VERSION,
@@ -465,10 +466,7 @@ class CommittedIndex:
         `Manifest.load`.
         """
         if Layout(as_path(root, "root")).erased.exists():
-            # The files of the index do not match a committed erasure before it ends.
-            from storage_formats.change import finish_committed
-
-            finish_committed(root)
+            end_erasure(root)
         return cls(as_path(root, "root").absolute(), Manifest.load(root, snapshot))
 
     def undeleted(self) -> CommittedIndex:

@@ -13,8 +13,8 @@ from pipelines import append_index, update_index
 from pipelines.jobs.plan import Plan
 from pipelines.progress.events import JobStopped, PlanReady
 from storage_formats import verify_index
-from storage_formats.change import read_journal
 from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.format.journal import read_journal
 from storage_formats.format.layout import Layout
 from storage_formats.format.rows import read_rows
 from tests.pipelines.conftest import run_build, stop_after_one_shard, write_photo

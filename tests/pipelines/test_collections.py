@@ -17,7 +17,7 @@ from pipelines import append_index, update_index
 from pipelines.progress.events import JobStopped, PlanReady
 from pipelines.sources import Patterns, open_sources
 from storage_formats import EdjeError, UsageError, read_rows, verify_index
-from storage_formats.change import read_journal
+from storage_formats.format.journal import read_journal
 from storage_formats.format.manifest import CommittedIndex
 from tests.pipelines.conftest import run_build, stop_after_one_shard, write_photo
 

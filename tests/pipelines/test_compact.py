@@ -208,13 +208,13 @@ def test_a_reader_ends_an_erasure_that_was_killed_after_its_commit(index, monkey
             raise OSError(5, "killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(change, "_replace_shards", killed)
+        patch.setattr(change, "replace_shards", killed)
         with pytest.raises(change.EdjeError, match="the change is committed"):
             delete_rows(root, rows=[3], erase=True)
     with TokenStore.open(root) as store:
         assert same_bits(store.fetch([1, 2, 4]), blocks[[1, 2, 4]])
     assert problems_and_counts(root) == []
-    assert not Layout(root).journal.exists()
+    assert not Layout(root).erased.exists()
 
 
 def test_the_row_map_of_an_earlier_version_is_ignored(index):

@@ -34,8 +34,8 @@ from pipelines.jobs.resources import (
 )
 from pipelines.progress.events import JobStopped
 from storage_formats.cgroups import available_memory
-from storage_formats.change import read_journal
 from storage_formats.errors import UsageError
+from storage_formats.format.journal import read_journal
 from storage_formats.format.json_values import read_json
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex

@@ -23,15 +23,13 @@ from storage_formats import (
 )
 from storage_formats.atomic import private_path
 from storage_formats.change import (
-    Journal,
     UnfinishedChangeError,
     begin_change,
     collect_garbage,
-    read_journal,
-    unfinished_journal,
 )
+from storage_formats.format.journal import Journal, read_journal, unfinished_journal
 from storage_formats.format.layout import Layout
-from storage_formats.lock import locked
+from storage_formats.format.lock import locked
 from tests.conftest import REPO, write_random_index
 
 SPEC = IndexSpec(rows=22, shard_size=8, block_shape=(2, 32), embed_dim=4)

@@ -47,9 +47,9 @@ from pipelines.progress.wording import by_reason, counted
 from storage_formats.arrays import Ints
 from storage_formats.atomic import Json, write_json_atomic
 from storage_formats.errors import EdjeError, UsageError
+from storage_formats.format.lock import locked
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.remote import open_index
-from storage_formats.lock import locked
 
 _LANGUAGE_FILES = (
     "config.json",

@@ -1,0 +1,153 @@
+"""The journal of the change that is under way, and the end of a committed erasure
+(SPEC.md sections 11 and 12).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from storage_formats.atomic import (
+    Json,
+    fsync_path,
+    fsync_paths,
+    write_json_atomic,
+)
+from storage_formats.errors import EdjeError, cannot_read
+from storage_formats.format.checksum import json_checksum
+from storage_formats.format.index_files import read_index_file
+from storage_formats.format.layout import Layout
+from storage_formats.format.lock import locked
+
+# The journal holds the plan, which lists the checksum of every file in `build/inputs/`.
+# The journal of a large build is therefore long.
+_MAX_JOURNAL_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Journal:
+    """The contents of `build/journal.json`, which describes the change that is under
+    way.
+
+    Attributes:
+        kind: kind of the change, for example "append".
+        request: JSON object that says what the change was asked to do. A change that is
+            stopped is resumed by a later change with the same kind and an equal
+            request.
+        base: SHA-256 in hexadecimal of the `index.json` before the change. None if the
+            change writes a new index.
+        plan: JSON object that the change stored before its first task, so that a later
+            run continues in the same way. None if no plan was stored.
+    """
+
+    kind: str
+    request: Json
+    base: str | None
+    plan: Json | None = None
+
+    def write(self, layout: Layout) -> None:
+        """Write the journal of the index with `layout`."""
+        checksum = json_checksum(vars(self))
+        value = {**vars(self), "crc32c": checksum}
+        write_json_atomic(layout.journal, value, layout.staging)
+
+
+def read_journal(root: str | Path) -> Journal | None:
+    """Return the journal of the unfinished change of the index at `root`; None if
+    there is none.
+    """
+    layout = Layout(Path(root))
+    try:
+        value = json.loads(
+            read_index_file(layout.root, layout.journal, max_bytes=_MAX_JOURNAL_BYTES)
+        )
+        if value.pop("crc32c") != json_checksum(value):
+            raise ValueError("it does not match its checksum")
+        return Journal(**value)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (
+        OSError,
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:
+        advice, remedy = how_to_discard(layout)
+        what = f"{layout.journal}, which names the unfinished change"
+        problem = cannot_read(what, error, advice)
+        problem.remedy = remedy
+        raise problem from error
+
+
+def unfinished_journal(root: str | Path) -> Journal | None:
+    """Return the journal of the index at `root` if its change was stopped before
+    the commit; None otherwise.
+    """
+    journal = read_journal(root)
+    # A commit replaces `index.json`, which then has another digest than `base`.
+    if journal is None or journal.base != manifest_digest(Layout(Path(root))):
+        return None
+    return journal
+
+
+def how_to_discard(layout: Layout) -> tuple[str, str | None]:
+    """Return the advice for an error message on how to discard the unfinished change of
+    an index, and the value of the attribute `remedy` of that error.
+    """
+    if layout.manifest.exists():
+        return "discard it", "discard"
+    return f"delete {layout.root}", None
+
+
+def manifest_digest(layout: Layout) -> str | None:
+    """Return the SHA-256 of `index.json` in hexadecimal; None if there is none."""
+    try:
+        data = read_index_file(
+            layout.root, layout.manifest, max_bytes=_MAX_JOURNAL_BYTES
+        )
+        return hashlib.sha256(data).hexdigest()
+    except FileNotFoundError:
+        return None
+
+
+def end_erasure(root: str | Path) -> None:
+    """Move the files of an erasure into place if a process was killed after its commit.
+    Until then, the files of the index do not match `index.json`. Does nothing if the
+    index cannot be written or another process is changing it.
+    """
+    layout = Layout(Path(root).absolute())
+
+    def is_committed() -> bool:
+        return layout.journal.exists() and unfinished_journal(root) is None
+
+    # A reader may lack the permission to write, so errors are ignored.
+    with contextlib.suppress(OSError, EdjeError):
+        if is_committed():
+            with locked(root):
+                if is_committed():
+                    # The former files may be replaced only after `index.json` is
+                    # durable.
+                    fsync_path(layout.root)
+                    replace_shards(layout)
+
+
+def replace_shards(layout: Layout) -> None:
+    """Move the files in `build/erased/` to the same paths in the index. Call this only
+    after the commit of the erasure that wrote them.
+    """
+    if not layout.erased.exists():
+        return
+    finals = []
+    for folder in Layout(layout.erased).shard_folders():
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                finals.append(layout.root / path.relative_to(layout.erased))
+                path.replace(finals[-1])
+    fsync_paths({final.parent for final in finals})
+    shutil.rmtree(layout.erased, ignore_errors=True)
