@@ -122,11 +122,14 @@ def test_a_sample_and_what_has_failed_before(request_bench, name, kind, argument
 # and the cases without "lived" had 31,000 states. The program ran in 7,000 of them,
 # because it opens no staged file that is not finished. The number of the other
 # operations has hardly changed since. A whole copy writes in several threads: it has
-# 624 to 2,983 states, by the order in which they run.
+# 404 to 2,983 states, by the order in which they run. Since compactions write a new
+# index, merges copy rows, and unfinished files lie in build/staging/, the two groups
+# have 8,000 and 11,000 states: a directory of the index is not changed before a file is
+# complete.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("has_lived", "least_states", "least_runs"),
-    [(False, 9_000, 6_000), (True, 12_000, 7_500)],
+    [(False, 7_500, 5_500), (True, 10_500, 7_500)],
 )
 def test_every_crash_state(request_bench, has_lived, least_states, least_runs):
     names = [name for name in CASES if name.endswith("-lived") == has_lived]
