@@ -28,7 +28,6 @@ from edje_index.evaluation.recall import (
     ranks_after_reranking,
 )
 from edje_index.progress import OnProgress
-from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.parts import reads_tokens
 from edje_index.scoring.weights import (
     BUNDLE_SCORE,
@@ -297,11 +296,10 @@ def evaluate(
         eval_set = eval_set.subsampled(queries, seed)
 
     weights = {direction: bundle.weights(direction, score) for direction in DIRECTIONS}
-    finals = [FinalScore.of(each) for each in weights.values()]
-    if any(reads_tokens(final.parts) for final in finals):
+    if any(reads_tokens(each.parts) for each in weights.values()):
         bundle.check_reranks()
     # For the embedding similarity alone, nothing is re-ranked and no tokens are read.
-    if all(final.parts == (EMBEDDING,) for final in finals):
+    if all(each.parts == (EMBEDDING,) for each in weights.values()):
         pools = ()
         sources = []
 
@@ -385,8 +383,7 @@ def measure(
         reference: precision that the others are compared with; None for bf16, or
             without it the first of `sources`.
     """
-    scores = {direction: FinalScore.of(weights[direction]) for direction in nearest}
-    used_parts = {part for final in scores.values() for part in final.parts}
+    used_parts = {part for direction in nearest for part in weights[direction].parts}
     joint_parts = [part for part in JOINT_PARTS if part in used_parts]
     finals: dict[str, dict[str, Floats]] = {}
     for source in sources:
@@ -400,7 +397,7 @@ def measure(
             f"pairs scored, {source.codec.name}",
         )
         finals[source.codec.name] = {
-            direction: scores[direction].sum({EMBEDDING: pool.similarities, **values})
+            direction: weights[direction].sum({EMBEDDING: pool.similarities, **values})
             for (direction, pool), values in zip(nearest.items(), parts, strict=True)
         }
     if reference is None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edje_index.errors import ModelError
 from storage_formats.arguments import as_text
+from storage_formats.arrays import Floats
 from storage_formats.errors import UsageError
 
 TEXT_TO_IMAGE = "t2i"
@@ -80,6 +84,63 @@ class ScoreWeights:
     def by_part(self) -> dict[str, float]:
         """Return the weight of each part by name."""
         return {part: getattr(self, part) for part in PART_NAMES}
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the parts in the sum: those whose weight is not 0."""
+        return tuple(part for part, weight in self.by_part().items() if weight)
+
+    def only(self, parts: Iterable[str]) -> ScoreWeights:
+        """Return the weights of the named parts alone; the others get the weight 0."""
+        return ScoreWeights.of_parts({part: getattr(self, part) for part in parts})
+
+    def sum(self, values: Mapping[str, Any]) -> Any:
+        """Return the final score: the weighted sum of the parts. No other function
+        computes this sum.
+
+        Args:
+            values: arrays or tensors of the same shape, by name of the part.
+
+        Raises:
+            ValueError: all weights are 0. `may_be_first` also raises this error if the
+                logit is the only part.
+        """
+        first, *others = self.parts or (None,)
+        if first is None:
+            raise ValueError(
+                "a final score needs at least one part with a weight other than 0"
+            )
+        weights = self.by_part()
+        total = weights[first] * values[first]
+        for part in others:
+            total = total + weights[part] * values[part]
+        return total
+
+    def may_be_first(
+        self, values: Mapping[str, Floats], k: int, logit_range: tuple[float, float]
+    ) -> NDArray[np.bool_]:
+        """Return which of p candidates can have one of the `k` highest final scores if
+        all logits are in `logit_range`, bool [p]. At least `k` candidates are True, or
+        all if there are fewer.
+
+        The logit takes the most time of all parts, so a search computes it for these
+        candidates only.
+
+        Args:
+            values: values of the parts except the logit, by name, float32 [p] each.
+            k: number of hits.
+            logit_range: smallest and largest logit.
+        """
+        others = self.only(part for part in self.parts if part != LOGIT).sum(values)
+        if len(others) <= k:
+            return np.ones(len(others), dtype=np.bool_)
+        # `others` has the weighted sum of the other parts for each candidate. The
+        # weighted logits of two candidates differ by at most `width`. A candidate whose
+        # sum is more than `width` below the k-th best sum therefore has a lower final
+        # score than the k candidates with the best sums.
+        width = abs(self.logit) * (logit_range[1] - logit_range[0])
+        mask: NDArray[np.bool_] = others >= np.partition(others, -k)[-k] - width
+        return mask
 
     @classmethod
     def of_parts(cls, weights: Mapping[str, float]) -> Self:

@@ -17,7 +17,6 @@ from edje_index.errors import ModelError
 from edje_index.models.adapter import AdapterConfig
 from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.text_tower import TextEncoder
-from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.parts import Images
 from edje_index.scoring.weights import (
     BUNDLE_SCORE,
@@ -182,10 +181,9 @@ class SearchModel:
             k: number of hits of each pool. A pair that cannot be among the best `k` of
                 its pool may get the final score NaN. None scores all pairs.
         """
-        score = FinalScore.of(weights)
         logit_range = self.info.logit_range
         # If there are no pairs, the parts keep these empty arrays.
-        parts = dict.fromkeys(score.parts, np.empty(0, np.float32))
+        parts = dict.fromkeys(weights.parts, np.empty(0, np.float32))
         if EMBEDDING in parts:
             parts[EMBEDDING] = similarities
         if images is not None and captions:
@@ -202,7 +200,7 @@ class SearchModel:
                         others = {name: parts[name] for name in parts if name != LOGIT}
                         for pairs in pools:
                             of_pool = {name: others[name][pairs] for name in others}
-                            possible[pairs] = score.may_be_first(
+                            possible[pairs] = weights.may_be_first(
                                 of_pool, k, logit_range
                             )
                     chosen = np.flatnonzero(possible)
@@ -212,6 +210,6 @@ class SearchModel:
                         images = images.at(torch.from_numpy(chosen))
                     logits = self.scorer.parts([LOGIT], captions, images)[LOGIT]
                     parts[LOGIT][chosen] = logits
-        joint = score.only(JOINT_PARTS)
+        joint = weights.only(JOINT_PARTS)
         joint_sum = joint.sum(parts) if joint.parts else None
-        return Scores(similarities, score.sum(parts), joint_sum, parts)
+        return Scores(similarities, weights.sum(parts), joint_sum, parts)

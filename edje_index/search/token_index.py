@@ -21,7 +21,7 @@ from edje_index.bundles.info import matching_bundle
 from edje_index.fetching.device_fetcher import DeviceFetcher
 from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.models.devices import as_tensor
-from edje_index.scoring.final_score import FinalScore, relevance
+from edje_index.scoring.final_score import relevance
 from edje_index.scoring.image_cache import ImageCache
 from edje_index.scoring.parts import Images, reads_tokens
 from edje_index.scoring.weights import (
@@ -356,7 +356,7 @@ class TokenIndex:
         k, pool = _counts(k, pool, self.default_pool)
         min_relevance = as_number(min_relevance, "min_relevance", most=1.0)
         stages = Stages()
-        weights, final = self._final_score(score)
+        weights = self._weights(score)
         if not texts:
             return []
         passing = None if where is None else self.rows.passing(where)
@@ -377,7 +377,7 @@ class TokenIndex:
             # Nothing refers to the tokens of the last iteration any more, so the next
             # tokens can use their memory.
             images = None
-            if reads_tokens(final.parts):
+            if reads_tokens(weights.parts):
                 candidates, images = self._fetch(candidates, stages)
             scored += self._scored(texts[part], candidates, images, weights, stages, k)
         hits = self._hits(scored, k, stages, weights)
@@ -458,18 +458,16 @@ class TokenIndex:
             for (rows, _), pool in zip(candidates, pools, strict=True)
         ]
 
-    def _final_score(
+    def _weights(
         self, score: str | ScoreWeights | None, direction: str = TEXT_TO_IMAGE
-    ) -> tuple[ScoreWeights, FinalScore]:
-        """Return the weights that `score` describes, and the final score with these
-        weights. None selects the score of this object. Raise ModelError if the bundle
-        cannot compute the final score.
+    ) -> ScoreWeights:
+        """Return the weights that `score` describes. None selects the score of this
+        object. Raise ModelError if the bundle cannot compute the final score.
         """
         weights = self.model.weights(direction, self.score if score is None else score)
-        final = FinalScore.of(weights)
-        if reads_tokens(final.parts):
+        if reads_tokens(weights.parts):
             self.model.check_reranks()
-        return weights, final
+        return weights
 
     def _hits(
         self,
@@ -559,7 +557,7 @@ class TokenIndex:
             )
         row_ids = [requested_rows(self.committed, its_rows) for its_rows in rows]
         stages = Stages()
-        weights, final = self._final_score(score)
+        weights = self._weights(score)
         every_row = np.concatenate([np.empty(0, np.int64), *row_ids])
         if not len(every_row):
             return [Hits([], self.root) for _ in texts]
@@ -570,7 +568,7 @@ class TokenIndex:
             for its_rows, embedding in zip(row_ids, embeddings, strict=True)
         ]
         images = None
-        if reads_tokens(final.parts):
+        if reads_tokens(weights.parts):
             images = self._images(every_row, stages)
         scored = self._scored(texts, candidates, images, weights, stages)
         return self._hits(scored, len(every_row), stages, weights)
@@ -601,7 +599,7 @@ class TokenIndex:
             )
         texts = _texts([text for text, _ in given], "pairs")
         images = [image for _, image in given]
-        weights, _ = self._final_score(score)
+        weights = self._weights(score)
         scores: list[float] = []
         for start in range(0, len(given), _PAIRS_AT_ONCE):
             part = slice(start, start + _PAIRS_AT_ONCE)
@@ -615,7 +613,7 @@ class TokenIndex:
         types of images, see `score_pairs`.
         """
         spec = self.manifest.spec
-        has_tokens = reads_tokens(FinalScore.of(weights).parts)
+        has_tokens = reads_tokens(weights.parts)
         tokens = np.empty((len(texts), *spec.block_shape), BF16)
         embeddings = np.empty((len(texts), spec.embed_dim), np.float32)
         is_row = np.array(
@@ -737,9 +735,9 @@ class TokenIndex:
                 "texts is empty: give at least one text", parameter="texts"
             )
         k, pool = _counts(k, pool, self.default_pool)
-        weights, final = self._final_score(score, direction=IMAGE_TO_TEXT)
+        weights = self._weights(score, direction=IMAGE_TO_TEXT)
         row_id, block, embedding = self._encoded(image, Stages())
-        if row_id >= 0 and reads_tokens(final.parts):
+        if row_id >= 0 and reads_tokens(weights.parts):
             block = self.store.fetch([row_id])
         embeddings = self.model.text.encode(texts)
         similarities = embeddings @ embedding

@@ -23,7 +23,6 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.evaluation.pools import score_pairs, split_set
 from edje_index.evaluation.recall import ClusterBootstrap, Estimate
 from edje_index.progress import OnProgress
-from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.weights import (
     DIRECTIONS,
     EMBEDDING,
@@ -42,8 +41,8 @@ Scores = NDArray[np.floating[Any]]
 # Weight of the penalty on the squares of the fitted numbers. Before a fit, the values
 # that these numbers multiply are scaled to standard deviation 1.
 _REGULARISATION = 0.01
-# Smallest factor of a part during the fit. It is not 0, because `FinalScore.sum` leaves
-# out parts with the weight 0, and raises an error if no part is left.
+# Smallest factor of a part during the fit. It is not 0, because `ScoreWeights.sum`
+# leaves out parts with the weight 0, and raises an error if no part is left.
 _LEAST_FACTOR = 1e-9
 # The weights are the factors of the parts divided by the factor of the logit, but at
 # least by this fraction of the largest factor.
@@ -80,7 +79,7 @@ class DevPools:
 
     def scores(self, weights: ScoreWeights) -> Scores:
         """Compute the final score of each candidate in each pool, float32 [q, p]."""
-        scores: Scores = FinalScore.of(weights).sum(self.parts)
+        scores: Scores = weights.sum(self.parts)
         return scores
 
     def hits(self, weights: ScoreWeights) -> Bools:
@@ -260,7 +259,7 @@ def fit_weights(pools: DevPools) -> ScoreWeights:
 
         # This loss is convex if each query has exactly one relevant candidate.
         def loss(factors: NDArray[np.float64]) -> float:
-            weighted = FinalScore(dict(zip(columns, factors, strict=True)))
+            weighted = ScoreWeights.of_parts(dict(zip(columns, factors, strict=True)))
             scores = weighted.sum(columns)
             relevant = logsumexp(np.where(pools.right, scores, -np.inf), axis=1)
             penalty = _REGULARISATION / len(scores) * np.square(factors).sum()

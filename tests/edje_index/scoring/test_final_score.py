@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from edje_index.scoring.final_score import FinalScore, relevance
+from edje_index.scoring.final_score import relevance
 from edje_index.scoring.weights import (
     PART_NAMES,
     ScoreWeights,
@@ -33,23 +33,18 @@ def test_arrays_and_tensors_are_summed_alike():
     expected = sum(
         weights[part] * parts[part].astype(np.float64) for part in PART_NAMES
     )
-    total = FinalScore.of(WEIGHTS.t2i).sum(parts)
+    total = WEIGHTS.t2i.sum(parts)
     assert total.dtype == np.float32
     np.testing.assert_allclose(total, expected, atol=1e-5)
     tensors = {part: torch.from_numpy(values) for part, values in parts.items()}
-    np.testing.assert_allclose(
-        FinalScore.of(WEIGHTS.t2i).sum(tensors).numpy(), expected, atol=1e-5
-    )
-    joint = FinalScore.of(WEIGHTS.t2i).only(["logit", "late"])
+    np.testing.assert_allclose(WEIGHTS.t2i.sum(tensors).numpy(), expected, atol=1e-5)
+    joint = WEIGHTS.t2i.only(["logit", "late"])
     np.testing.assert_allclose(
         joint.sum(parts), parts["logit"] + 0.75 * parts["late"], atol=1e-6
     )
-    assert (
-        FinalScore.of(ScoreWeights(logit=0, embedding=1)).only(["logit", "late"]).parts
-        == ()
-    )
+    assert ScoreWeights(logit=0, embedding=1).only(["logit", "late"]).parts == ()
     with pytest.raises(ValueError, match="other than 0"):
-        FinalScore.of(ScoreWeights(logit=0.0)).sum(parts)
+        ScoreWeights(logit=0.0).sum(parts)
 
 
 def test_relevance_follows_the_order_of_the_scores():
@@ -81,7 +76,7 @@ def test_relevance_follows_the_order_of_the_scores():
 )
 def test_the_first_hits_are_found_without_the_logits_of_the_others(parts, k, weight):
     """With exact sums of small numbers."""
-    score = FinalScore.of(ScoreWeights(logit=weight, late=1.0, embedding=4.0))
+    score = ScoreWeights(logit=weight, late=1.0, embedding=4.0)
     logit, late, embedding = np.round(parts)
     final = score.sum({"logit": logit, "late": late, "embedding": embedding})
     others = {"late": late, "embedding": embedding}

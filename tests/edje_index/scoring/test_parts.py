@@ -8,7 +8,6 @@ import torch
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
-from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.parts import (
     Scorer,
     content_token_mask,
@@ -61,7 +60,7 @@ def test_a_score_is_always_a_number(bundle, scorer, tokens):
         part(bundle.scorer, "logit", tokens)
     largest = ScoreWeights(**dict.fromkeys(PART_NAMES, MAX_WEIGHT))
     assert np.isfinite(
-        FinalScore.of(largest).sum(dict.fromkeys(PART_NAMES, np.float32([1e7, -1e7])))
+        largest.sum(dict.fromkeys(PART_NAMES, np.float32([1e7, -1e7])))
     ).all()
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edje_index.scoring.final_score import FinalScore, relevance
+from edje_index.scoring.final_score import relevance
 from edje_index.scoring.weights import ScoreWeights
 from edje_index.training.fit_weights import (
     DevPools,
@@ -37,7 +37,7 @@ def noisy_pools(
             strict=True,
         )
     )
-    scores = FinalScore({"logit": 1.0, **weights}).sum(parts)
+    scores = ScoreWeights.of_parts({"logit": 1.0, **weights}).sum(parts)
     best = (scores + rng.gumbel(size=scores.shape)).argmax(axis=1)
     return dev_pools(parts, np.arange(pool) == best[:, None])
 
