@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Self
 
 from edje_index.errors import ModelError
 from storage_formats.arguments import as_text
-from storage_formats.arrays import Floats
 from storage_formats.errors import UsageError
+
+if TYPE_CHECKING:
+    from storage_formats.arrays import Bools, Floats
 
 TEXT_TO_IMAGE = "t2i"
 IMAGE_TO_TEXT = "i2t"
@@ -118,7 +117,7 @@ class ScoreWeights:
 
     def may_be_first(
         self, values: Mapping[str, Floats], k: int, logit_range: tuple[float, float]
-    ) -> NDArray[np.bool_]:
+    ) -> Bools:
         """Return which of p candidates can have one of the `k` highest final scores if
         all logits are in `logit_range`, bool [p]. At least `k` candidates are True, or
         all if there are fewer.
@@ -131,6 +130,9 @@ class ScoreWeights:
             k: number of hits.
             logit_range: smallest and largest logit.
         """
+        # the command line reads this module, and must start without NumPy
+        import numpy as np
+
         others = self.only(part for part in self.parts if part != LOGIT).sum(values)
         if len(others) <= k:
             return np.ones(len(others), dtype=np.bool_)
@@ -139,7 +141,7 @@ class ScoreWeights:
         # sum is more than `width` below the k-th best sum therefore has a lower final
         # score than the k candidates with the best sums.
         width = abs(self.logit) * (logit_range[1] - logit_range[0])
-        mask: NDArray[np.bool_] = others >= np.partition(others, -k)[-k] - width
+        mask: Bools = others >= np.partition(others, -k)[-k] - width
         return mask
 
     @classmethod
