@@ -81,4 +81,7 @@ def test_evaluation_gives_the_same_recall():
     found = json.loads(json.dumps(evaluation.to_json()))
     wanted = expected("eval-without-hubness.json")
     assert found["inputs"] == wanted["inputs"]
-    assert found["results"] == wanted["results"]
+    for result, earlier in zip(found["results"], wanted["results"], strict=True):
+        # later releases say more
+        assert {name: result[name] for name in earlier} == earlier
+        assert set(result) - set(earlier) <= {"first_kept", "change_from"}
