@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from storage_formats.change import begin_index, remove_build, write_array_shapes
 from storage_formats.format.layout import IndexSpec, Layout
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from edje_index.bundles.bundle import ModelBundle
 
 # a busy machine is no failure
-settings.register_profile("untimed", deadline=None)
+settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("untimed")
 
 # until all tests are imported, see `pytest_collection_finish`

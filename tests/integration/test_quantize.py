@@ -63,7 +63,10 @@ def test_quantize_resumes_repeats_and_drops(case, tmp_path):
         (["--drop", "fp3"], "unknown precision 'fp3'"),
         (["--to", "fp8", "--from", "fp3"], "unknown precision 'fp3'"),
         (["--to", "int8", "--from", "bf16"], "does not have precision 'bf16'"),
-        (["--to", "int8", "--address", "head:1"], "--address: a cluster needs a number of workers"),
+        (
+            ["--to", "int8", "--address", "head:1"],
+            "--address: a cluster needs a number of workers",
+        ),
     ]:
         assert (
             words in run_here("quantize", tmp_path / "a", *options, expect=2)["error"]

@@ -45,10 +45,7 @@ def test_crops_have_the_captions_of_their_photo_and_do_not_depend_on_its_path(tm
     paths = [tmp_path / name for name in ("a.png", "b.png")]
     for path in paths:
         gradient(40, 30).save(path)
-    items = [
-        CaptionedImage(path.name, str(path), ("a dog",), None, path.name)
-        for path in paths
-    ]
+    items = [CaptionedImage(str(path), ("a dog",), None) for path in paths]
     write_crops(items, tmp_path / "out", 2, 24)
     lines = [
         json.loads(line)

@@ -186,7 +186,7 @@ def test_damage_is_not_copied(index, tmp_path, folder):
     put(key, damaged, **info.metadata)
     with pytest.raises(
         CorruptIndexError,
-        match=f"{key} is not .* delete this object, and copy the index again",
+        match=f"{key} is not the file that was committed .*verify the index",
     ):
         copy_index(URL, tmp_path / "stopped")
     folder.delete([key])

@@ -46,7 +46,7 @@ def test_members_are_read_and_unknown_ones_left_out():
         ({"failed": {"empty": None}}, "it.failed must be of type int, got None"),
         ({"recall": {"value": "1"}}, "it.recall.value must be of type float"),
         ({"recall": []}, "it.recall must be of type dict"),
-        ({"file": {"path": "x"}}, "bytes"),
+        ({"file": {"path": "rows/0.parquet"}}, "bytes"),
     ],
 )
 def test_a_wrong_type_is_named(change, message):
