@@ -121,6 +121,18 @@ def _sum(value: np.float32, scale: np.float32, offset: np.float32) -> Any:
     return np.uint16(_rounded_sum(value, scale, offset) >> np.uint32(16))
 
 
+@fused
+def _product(value: np.float32, scale: np.float32, _offset: np.float32) -> Any:
+    """Return the bfloat16 bits of the product, rounded as `_sum` rounds."""
+    return _sum(value, scale, np.float32(-0.0))
+
+
+@inlined
+def _exact_product(value: np.float32, scale: np.float32, _offset: np.float32) -> Any:
+    """Return the bfloat16 bits of the product, which must be a bfloat16 number."""
+    return np.uint16(_bits(value * scale) >> np.uint32(16))
+
+
 @inlined
 def _write_word(records: U8, at: Index, word: np.uint16) -> None:
     records[at] = np.uint8(word)
@@ -587,6 +599,13 @@ def decoder(form: Format, has_offset: bool) -> Callable[..., None]:
     # finite.
     magnitudes = np.abs(values[np.isfinite(values) & (values != 0)])
     low = np.float32(2.0**-133 / magnitudes.min())
+    total = _sum
+    if not has_offset:
+        # 1.2 to 1.5 times as fast as adding an offset of zeros
+        total = _exact_product if is_float else _product
+        # The product of a minifloat and its scale has at most 8 significant bits, so
+        # it is a bfloat16 number unless it is subnormal.
+        low = np.float32(2.0**-126 / magnitudes.min()) if is_float else low
     high = np.float32(2.0**127 / max(magnitudes.max(), unit))
     is_extreme = (np.abs(scale_values) < low) | (np.abs(scale_values) >= high)
     has_extremes = bool(is_extreme.any())
@@ -645,7 +664,7 @@ def decoder(form: Format, has_offset: bool) -> Callable[..., None]:
                             for i in range(PIECE):
                                 factor = left if i < HALF_PIECE else right
                                 number = _number(wide[piece + i], is_float)
-                                bits[target + piece + i] = _sum(
+                                bits[target + piece + i] = total(
                                     number, factor, offset[at + piece + i]
                                 )
                     elif code_bits == ONE:
@@ -671,13 +690,13 @@ def decoder(form: Format, has_offset: bool) -> Callable[..., None]:
                     elif code_bits == EIGHT:
                         for i in range(done):
                             number = _number(records[codes_at + i], is_float)
-                            bits[target + i] = _sum(
+                            bits[target + i] = total(
                                 number, scale * unit, offset[at + i]
                             )
                     else:
                         for i in range(done):
                             number = _number(wide[i], is_float)
-                            bits[target + i] = _sum(
+                            bits[target + i] = total(
                                 number, scale * unit, offset[at + i]
                             )
                     for i in range(done, width):
