@@ -163,8 +163,8 @@ def build(
     engine: Any,
     workers: int,
 ) -> dict[str, float]:
-    """Build an index of photos, each of which may occur several times. Return its rate
-    and the seconds of each stage.
+    """Build an index of photos. A photo may occur several times. Return the rate of the
+    build and the seconds of each stage.
     """
     source = folder / "photos.jsonl"
     lines = (json.dumps({"path": str(path)}) + "\n" for path in photos)

@@ -28,7 +28,7 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import IndexedEmbeddings
 
 CANDIDATES_PER_NEIGHBOUR = (2, 8, 32)
-"""Numbers of candidates per requested row, of which a build chooses one. If FAISS
+"""Numbers of candidates per requested row. A build chooses one of them. If FAISS
 stores codes, a search takes this many candidates, and then compares their stored
 embeddings with the query.
 """

@@ -65,8 +65,8 @@ _COLUMNS = (
 _HIDES_OTHERS = frozenset(
     {"truncated-archive", "damaged-archive", "missing", "unreadable"}
 )
-"""Problems of a directory or an archive because of which some of its inputs are not
-listed.
+"""Problems of a directory or an archive. With such a problem, some of its inputs are
+not listed.
 """
 
 
