@@ -29,8 +29,6 @@ from storage_formats.atomic import (
     fsync_paths,
     json_bytes,
     make_directories,
-    write_bytes_atomic,
-    write_json_atomic,
 )
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.format.index_files import read_index_file
@@ -39,25 +37,24 @@ from storage_formats.format.journal import (
     how_to_discard,
     manifest_digest,
     read_journal,
-    replace_shards,
     unfinished_journal,
 )
 from storage_formats.format.layout import (
     IndexSpec,
     Layout,
 )
-from storage_formats.format.lock import locked
 from storage_formats.format.manifest import (
     CommittedIndex,
     Manifest,
     created_by,
     earlier_snapshots,
 )
+from storage_formats.format.places import Directory, Place, open_place
 from storage_formats.format.receipts import ShardReceipt, read_receipts
-from storage_formats.format.remote import open_index
+from storage_formats.format.remote import ROOT, open_index
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.garbage import remove_what_is_not_kept
-from storage_formats.remote.urls import IndexLocation, local_path
+from storage_formats.remote.urls import IndexLocation
 
 LEAST_SNAPSHOTS = 32
 MOST_SNAPSHOTS = 64
@@ -91,13 +88,13 @@ class Change:
     """Base class of `IndexChange` and `NewIndex`.
 
     Attributes:
-        layout: paths of the index that is changed or written.
-        is_dry: True for a dry run, which takes no lock and writes nothing.
+        layout: place of the index that is changed or written.
+        is_dry: True for a dry run, which takes no claim and writes nothing.
     """
 
     def __init__(
         self,
-        layout: Layout,
+        layout: Place,
         kind: str,
         request: Mapping[str, Any] | None,
         *,
@@ -137,7 +134,7 @@ class Change:
         return (earlier.kind, earlier.request) == (wanted.kind, wanted.request)
 
     def receipts(
-        self, shards: Iterable[int], fingerprint: str, written: Layout | None = None
+        self, shards: Iterable[int], fingerprint: str, written: Place | None = None
     ) -> dict[int, ShardReceipt]:
         """Return the receipts of those of `shards` that earlier runs finished, keyed by
         shard number. Receipts whose `plan` differs from `fingerprint`, the fingerprint
@@ -146,7 +143,7 @@ class Change:
         The private files of crashed workers are removed, unless the change is dry.
 
         Args:
-            written: layout that the tasks write to; None for that of the index.
+            written: place that the tasks write to; None for that of the index.
         """
         written = written or self.layout
         if not self.is_dry:
@@ -257,7 +254,7 @@ class Change:
             # The next change removes the files that cannot be removed here, and those
             # that another process, which has changed the index, may need.
             with contextlib.suppress(OSError, EdjeError):
-                if self._is_unchanged():
+                if self._is_unchanged() and layout.is_claimed():
                     if _has_work(layout, self._journal) and not self._is_abandoned:
                         # The finished shards stay for the run that resumes the change.
                         shutil.rmtree(layout.staging, ignore_errors=True)
@@ -279,13 +276,14 @@ class IndexChange(Change):
 
     def __init__(
         self,
+        place: Place,
         index: CommittedIndex,
         kind: str,
         request: Mapping[str, Any] | None,
         *,
         is_dry: bool = False,
     ) -> None:
-        super().__init__(index.layout, kind, request, is_dry=is_dry)
+        super().__init__(place, kind, request, is_dry=is_dry)
         self.index = index
 
     def new_snapshot(
@@ -308,7 +306,8 @@ class IndexChange(Change):
         """
         current = self.index.manifest
         number = current.snapshot.number
-        numbers = [*earlier_snapshots(self.layout, current), number]
+        kept = self.layout.names(self.layout.snapshots)
+        numbers = [*earlier_snapshots(kept, current), number]
         if len(numbers) >= MOST_SNAPSHOTS:
             # Keep LEAST_SNAPSHOTS - 1 earlier snapshots, and the new one.
             numbers = numbers[1 - LEAST_SNAPSHOTS :]
@@ -355,11 +354,12 @@ class IndexChange(Change):
         self._begin_commit()
         is_new = manifest.snapshot.number > current.snapshot.number
         if is_new:
-            kept = layout.snapshot(current.snapshot.number)
             data = read_index_file(layout.root, layout.manifest)
-            write_bytes_atomic(kept, data, layout.staging)
+            layout.write(layout.snapshot(current.snapshot.number), data)
         manifest.write(layout)
-        replace_shards(layout)
+        # an erasure has created this directory
+        if layout.erased.exists():
+            layout.move_erased()
         # This call writes a shape only if it still differs, which is so for arrays that
         # shrink. They shrink after the commit, because a reader of the old manifest may
         # still read rows that the new manifest does not have.
@@ -380,7 +380,7 @@ class IndexChange(Change):
         layout = self.layout
         # Listing the files of all shards is slow. If neither of these directories
         # exists, the change has written no files of shards, so they are not listed.
-        has_shards = layout.staging.exists() or layout.receipts.exists()
+        has_shards = layout.staging.exists() or bool(layout.names(layout.receipts))
         _remove_garbage(layout, shards=has_shards)
         write_array_shapes(layout, self.index.spec)
 
@@ -400,13 +400,13 @@ class NewIndex(Change):
         layout = self.layout
         write_array_shapes(layout, manifest.spec)
         self._begin_commit()
-        data = data or json_bytes(manifest.to_json())
-        write_bytes_atomic(layout.manifest, data, layout.staging)
+        layout.commit(data or json_bytes(manifest.to_json()))
 
     def _remove_data(self) -> None:
         layout = self.layout
-        for path in (*layout.data_folders(), layout.snapshots):
-            _remove(path)
+        for folder in (*layout.data_folders(), layout.snapshots):
+            layout.remove(layout.names(folder))
+            shutil.rmtree(folder, ignore_errors=True)
         fsync_path(layout.root)
 
 
@@ -430,10 +430,10 @@ def begin_change(
         request: JSON object that says what the change is asked to do. A stopped change
             is resumed only if its kind and request are equal to these.
         dry_run: True yields a change that takes no lock and writes nothing. `root` may
-            then be a URL.
+            then be a URL that can only be read.
 
     Raises:
-        UsageError: there is no index at `root`, or `root` is a URL.
+        UsageError: there is no index at `root`, or it cannot be written there.
         UnfinishedChangeError: another change of the index was stopped, and has a plan
             or finished shards.
         EdjeError: another process is changing the index; or the change is committed,
@@ -441,25 +441,23 @@ def begin_change(
         OSError: the index cannot be written. `index.json` is unchanged.
     """
     if dry_run:
-        change = IndexChange(open_index(root), kind, request, is_dry=True)
-        with change._running(unfinished_journal(root)):
+        index = open_index(root)
+        change = IndexChange(Directory(index.root), index, kind, request, is_dry=True)
+        with change._running(unfinished_journal(index.root)):
             yield change
         return
-    layout = _local_layout(root)
-    if not layout.manifest.exists():
-        # Raise the error for a missing index here, because `locked` would create its
-        # directory.
-        Manifest.load(layout.root)
-    with locked(layout.root):
-        earlier = _recover(layout)
-        change = IndexChange(CommittedIndex.open(layout.root), kind, request)
+    # If there is no index, no claim is made, because that would create the directory.
+    open_index(root)
+    with open_place(root) as place, place.claimed():
+        earlier = _recover(place)
+        change = IndexChange(place, open_at(place), kind, request)
         with change._running(earlier):
             yield change
 
 
 @contextlib.contextmanager
 def begin_new_index(
-    root: str | Path,
+    root: IndexLocation,
     kind: str,
     request: Mapping[str, Any] | None = None,
     *,
@@ -476,33 +474,37 @@ def begin_new_index(
         notify: receives a message if an unfinished index is removed.
 
     Raises:
-        UsageError: `root` holds a finished index or other files, or lies inside an
-            index; or `root` is a URL.
+        UsageError: `root` holds a finished index or other files, lies inside an
+            index, or cannot be written.
     """
-    layout = _local_layout(root)
-    check_free(layout)
-    if dry_run:
-        change = NewIndex(layout, kind, request, is_dry=True)
-        with change._running(unfinished_journal(root)):
+    with contextlib.ExitStack() as stack:
+        layout = stack.enter_context(open_place(root))
+        check_free(layout)
+        if dry_run:
+            change = NewIndex(layout, kind, request, is_dry=True)
+            stack.enter_context(change._running(unfinished_journal(layout.root)))
             yield change
-        return
-    with locked(layout.root):
+            return
+        stack.enter_context(layout.claimed())
         earlier = _recover(layout)
         if layout.manifest.exists():
             raise UsageError(
-                f"{layout.root} exists already; choose another directory",
+                f"{layout.location} exists already; choose another directory or URL",
                 parameter="out",
             )
         change = NewIndex(layout, kind, request)
         if earlier is not None and earlier.kind == kind and not change.is_same(earlier):
             _discard(change, earlier, notify)
             earlier = None
-        with change._running(earlier):
-            yield change
+        stack.enter_context(change._running(earlier))
+        yield change
 
 
 def collect_garbage(
-    root: str | Path, keep: int | None = None, *, notify: Notify = lambda message: None
+    root: IndexLocation,
+    keep: int | None = None,
+    *,
+    notify: Notify = lambda message: None,
 ) -> Removal:
     """Discard an unfinished change of the index at `root`, and remove all snapshots
     except the newest `keep`, and the files that no kept snapshot names.
@@ -514,9 +516,8 @@ def collect_garbage(
     Raises:
         UsageError, EdjeError, OSError: see `begin_change`.
     """
-    layout = _local_layout(root)
-    Manifest.load(layout.root)
-    with locked(layout.root):
+    open_index(root)
+    with open_place(root) as layout, layout.claimed():
         try:
             earlier = _recover(layout)
         except CorruptIndexError:
@@ -524,18 +525,18 @@ def collect_garbage(
             # A change with a damaged journal cannot be resumed. This stand-in for the
             # journal makes `_discard` remove the files of the change.
             earlier = Journal("unknown", {}, manifest_digest(layout), plan={})
-        change = IndexChange(CommittedIndex.open(layout.root), "gc", None)
+        change = IndexChange(layout, open_at(layout), "gc", None)
         if earlier is not None:
             _discard(change, earlier, notify)
         # An erasure calls this function to remove all traces of deleted rows, and
         # `hashes/` may hold their content hashes. The next append writes the files
         # again.
-        _remove(layout.hashes)
+        layout.remove(layout.names(layout.hashes))
         # An earlier version of the package recorded the times of checks.
-        _remove(layout.root / "verified.bin")
+        layout.remove([layout.root / "verified.bin"])
         remove_build(layout)
         current = change.index.manifest
-        numbers = earlier_snapshots(layout, current)
+        numbers = earlier_snapshots(layout.names(layout.snapshots), current)
         # `keep` also counts the current snapshot, which is always kept and is not in
         # `numbers`. So there are `len(numbers) + 1` snapshots.
         removed = [] if keep is None else numbers[: max(0, len(numbers) + 1 - keep)]
@@ -552,8 +553,7 @@ def collect_garbage(
                     raise
                 # There is no space for a new `index.json`. Without their manifests, the
                 # snapshots do not exist any more, so their files can be removed first.
-                for number in removed:
-                    layout.snapshot(number).unlink()
+                layout.remove(map(layout.snapshot, removed))
                 sizes += _remove_garbage(layout, tables=True)
                 with change._running(None):
                     sizes += change.commit(manifest)
@@ -561,17 +561,9 @@ def collect_garbage(
         return Removal(tuple(removed), len(sizes), sum(sizes))
 
 
-def _local_layout(root: str | Path) -> Layout:
-    advice = (
-        "; to change an index at a URL, copy it to a directory, change the copy, and"
-        " copy it back"
-    )
-    return Layout(local_path(root, advice=advice).absolute())
-
-
-def _has_work(layout: Layout, journal: Journal) -> bool:
+def _has_work(layout: Place, journal: Journal) -> bool:
     """Return True if a later run of the change can use what it has stored."""
-    return journal.plan is not None or bool(_entries(layout.receipts))
+    return journal.plan is not None or bool(layout.names(layout.receipts))
 
 
 def _discard(change: Change, earlier: Journal, notify: Notify) -> None:
@@ -587,15 +579,15 @@ def finish_committed(root: str | Path) -> None:
     """Finish a change of the index at `root` that was killed after its commit. Does
     nothing if the index cannot be written or another process is changing it.
     """
-    layout = Layout(Path(root).absolute())
+    layout = Directory(Path(root).absolute())
     # A reader may lack the permission to write, so errors are ignored.
     with contextlib.suppress(OSError, EdjeError):
         if layout.journal.exists() and unfinished_journal(root) is None:
-            with locked(root):
+            with layout.claimed():
                 _recover(layout)
 
 
-def _recover(layout: Layout) -> Journal | None:
+def _recover(layout: Place) -> Journal | None:
     """If a change was killed after its commit, finish it and return None. If a change
     was stopped before its commit, return its journal. If no change is unfinished,
     return None.
@@ -607,7 +599,7 @@ def _recover(layout: Layout) -> Journal | None:
     # The files of the former manifest may be removed only after the new manifest is
     # durable.
     fsync_path(layout.root)
-    replace_shards(layout)
+    layout.move_erased()
     # Files are removed first, because the disk may be full.
     _remove_garbage(layout, shards=True)
     write_array_shapes(layout, Manifest.load(layout.root).spec)
@@ -616,7 +608,7 @@ def _recover(layout: Layout) -> Journal | None:
 
 
 def _remove_garbage(
-    layout: Layout, *, tables: bool = False, shards: bool = False
+    layout: Place, *, tables: bool = False, shards: bool = False
 ) -> list[int]:
     """Call `remove_what_is_not_kept`, unless a kept snapshot cannot be read. The files
     that it names are then not known, so none is removed. A later `collect_garbage`
@@ -627,8 +619,8 @@ def _remove_garbage(
     return []
 
 
-def _finished(layout: Layout) -> str:
-    shards = sum(1 for _ in layout.receipts.glob("*.json"))
+def _finished(layout: Place) -> str:
+    shards = len(layout.names(layout.receipts))
     return f"{shards:,} finished shard{'' if shards == 1 else 's'}"
 
 
@@ -637,11 +629,20 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def check_free(layout: Layout) -> None:
+def check_free(layout: Place) -> None:
     """Raise UsageError unless the directory is missing, is empty, or holds a finished
     or unfinished index. Also raise UsageError if it lies inside another index.
     """
     root = layout.root
+    if layout.remote is not None:
+        files, folders = layout.remote.list_folder("")
+        is_index = ROOT in files or layout.build.name in folders
+        if (files or folders) and not is_index:
+            raise UsageError(
+                f"{layout.location} has other objects; choose another URL",
+                parameter="out",
+            )
+        return
     for parent in root.resolve().parents:
         if Layout(parent).manifest.exists():
             raise UsageError(
@@ -671,11 +672,10 @@ def _entries(folder: Path) -> list[str]:
     return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
 
 
-def begin_index(root: str | Path, spec: IndexSpec) -> None:
+def begin_index(layout: Place, spec: IndexSpec) -> None:
     """Create the directories and the `zarr.json` files of a new index. May be
     called repeatedly.
     """
-    layout = Layout(Path(root))
     make_directories(layout.root)
     # `make_directories` flushes only the directories that it creates, but the root may
     # exist already.
@@ -704,30 +704,33 @@ def clear_staging(root: str | Path) -> None:
     layout.staging.mkdir(parents=True, exist_ok=True)
 
 
-def write_array_shapes(layout: Layout, spec: IndexSpec) -> None:
+def write_array_shapes(layout: Place, spec: IndexSpec) -> None:
     """Rewrite each `zarr.json` that does not match an index of shape `spec`."""
     for path, document in zarr_documents(layout, spec).items():
         try:
-            is_current = json.loads(path.read_bytes()) == document
+            is_current = json.loads(layout.read(path) or b"null") == document
         except (OSError, ValueError):
             is_current = False
         if not is_current:
-            write_json_atomic(path, document, layout.staging)
+            layout.write(path, json_bytes(document))
 
 
-def remove_build(layout: Layout) -> None:
-    """Remove `build/`, except the lock. The journal is removed last, because it tells
+def remove_build(layout: Place) -> None:
+    """Remove `build/`, except the claim. The journal is removed last, because it tells
     the next change that the other files are leftovers.
     """
-    if others := set(_entries(layout.build)) - {layout.lock.name, layout.journal.name}:
-        for name in others:
-            _remove(layout.build / name)
-        fsync_path(layout.build)
-    layout.journal.unlink(missing_ok=True)
+    kept = (layout.lock, layout.claim, layout.journal)
+    others = [path for path in layout.names(layout.build) if path not in kept]
+    layout.remove(others)
+    for name in {*_entries(layout.build)} - {path.name for path in kept}:
+        # directories that were empty
+        shutil.rmtree(layout.build / name, ignore_errors=True)
+    layout.remove([layout.journal])
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def open_at(place: Place, snapshot: int | None = None) -> CommittedIndex:
+    """Open the index at `place`, see `CommittedIndex.open`."""
+    if snapshot is not None:
+        place.get(place.snapshot(snapshot))
+    index = CommittedIndex.open(place.root, snapshot)
+    return replace(index, remote=place.remote)

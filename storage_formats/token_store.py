@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from storage_formats.arguments import as_count, as_text, repr_of
 from storage_formats.arrays import as_finite, holes
+from storage_formats.cache import cache_directory
 from storage_formats.codecs import BF16, Blocks, Codec, Records, fill_record, finest
 from storage_formats.codecs.base import check_out
 from storage_formats.errors import CorruptIndexError, UsageError
@@ -18,7 +19,7 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import padded_shard_bytes
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.offset import open_codec
-from storage_formats.format.remote import cache_directory, open_index, reopen_index
+from storage_formats.format.remote import open_index, reopen_index
 from storage_formats.format.tombstones import (
     RowIds,
     Tombstones,

@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from storage_formats.arguments import as_number
+from storage_formats.cache import cache_directory
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.committed_files import iter_shard_files
 from storage_formats.format.file_check import FileEntry, Problem, check_file
@@ -29,10 +30,9 @@ from storage_formats.format.manifest import (
     named_files,
 )
 from storage_formats.format.remote import (
-    CLAIM,
     ROOT,
     absent,
-    cache_directory,
+    is_changing,
     read_root,
 )
 from storage_formats.format.zarr_metadata import zarr_documents
@@ -249,12 +249,12 @@ def _check_shard(
     layout = index.layout
     manifest = index.manifest
     paths = shard_paths(layout, manifest.spec, shard)
-    with _here(index, [files[path] for path in paths if path in files]):
+    with files_here(index, [files[path] for path in paths if path in files]):
         return check_shard(layout, manifest, index.edits, shard, files)
 
 
 @contextlib.contextmanager
-def _here(
+def files_here(
     index: CommittedIndex, entries: Collection[FileEntry], *, only_length: bool = False
 ) -> Iterator[None]:
     """Context manager in which the files `entries` of `index` are on this machine.
@@ -384,7 +384,7 @@ def _check_file(
     index: CommittedIndex, entry: FileEntry, *, only_length: bool = False
 ) -> Problem | None:
     """Compare the length and the CRC-32C of a file or an object with its entry."""
-    with _here(index, [entry], only_length=only_length):
+    with files_here(index, [entry], only_length=only_length):
         return check_file(index.root, entry, only_length=only_length)
 
 
@@ -393,8 +393,7 @@ def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
     entries. Memory use does not depend on the number of files.
 
     Args:
-        only_lengths: True does not compare checksums, but checks that each `zarr.json`
-            exists.
+        only_lengths: True does not compare checksums, but checks each `zarr.json`.
 
     Raises:
         CorruptIndexError: a file is missing or differs from its entry.
@@ -417,9 +416,9 @@ def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
         for problem in group_problems
     ]
     if only_lengths:
-        for path in index.layout.zarr_files(index.spec):
-            if not path.is_file():
-                problems.append(f"{path.relative_to(index.root)} is missing")
+        problems += [
+            f"{problem.path} {problem.message}" for problem in _check_metadata(index)
+        ]
     if problems:
         rest = (
             f"; and {len(problems) - _PROBLEMS_SHOWN} more"
@@ -496,5 +495,5 @@ def _is_changing(index: CommittedIndex) -> bool:
     return (
         index.layout.journal.exists()
         if index.remote is None
-        else index.remote.info(CLAIM) is not None
+        else is_changing(index.remote)
     )

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from storage_formats.change import begin_index, remove_build, write_array_shapes
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.places import Directory
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import (
     DUPLICATE,
@@ -96,10 +97,12 @@ def finish_index(
         "plan": "plan",
         "ann": {"kind": "none"},
     }
-    new_manifest(Layout(root), spec, receipts, columns, **origin).write(Layout(root))
-    write_array_shapes(Layout(root), spec)
-    remove_build(Layout(root))
-    Layout(root).build.rmdir()
+    new_manifest(Directory(root), spec, receipts, columns, **origin).write(
+        Directory(root)
+    )
+    write_array_shapes(Directory(root), spec)
+    remove_build(Directory(root))
+    Directory(root).build.rmdir()
 
 
 def write_random_index(
@@ -119,7 +122,7 @@ def write_random_index(
     blocks[sorted(zeros)] = 0
     embeddings = rng.standard_normal((spec.rows, spec.embed_dim), dtype=np.float32)
     embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
-    begin_index(root, spec)
+    begin_index(Directory(root), spec)
     receipts = []
     for shard in range(spec.shards):
         rows = np.array(spec.shard_rows(shard))
@@ -138,7 +141,7 @@ def write_random_index(
         kept = np.array(
             [row for row in rows if row not in failed | duplicates], dtype=np.int64
         )
-        with ShardWriter(root, spec, shard) as writer:
+        with ShardWriter(Directory(root), spec, shard) as writer:
             for part in np.array_split(kept, 3):
                 writer.put(part - rows[0], blocks[part], embeddings[part])
             receipts.append(writer.commit(rows_table(records), "plan", {"write": 0.0}))

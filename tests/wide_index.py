@@ -16,8 +16,9 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.synthetic import make_synthetic
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.places import Directory
 from storage_formats.format.rows import read_shard_rows, write_rows
 from storage_formats.format.shard_table import FileEntry, write_shard_table
 
@@ -35,7 +36,7 @@ def make_wide_index(
             the rows files are links too, and filters find only the rows of shard 0.
     """
     make_synthetic(root, spec)
-    layout = Layout(root)
+    layout = Directory(root)
     index = CommittedIndex.open(root)
     entries = [entry for _, entry in index.shard_files()]
     rows = read_shard_rows(layout, 0)

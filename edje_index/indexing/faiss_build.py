@@ -26,9 +26,6 @@ from edje_index.indexing.faiss_index import (
 from edje_index.progress import OnProgress
 from storage_formats.arrays import holes
 from storage_formats.atomic import (
-    fsync_path,
-    fsync_paths,
-    make_directories,
     naming,
     private_path,
 )
@@ -36,8 +33,9 @@ from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c_file
 from storage_formats.format.file_check import FileEntry
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import Ann, CommittedIndex
+from storage_formats.format.places import Place
 from storage_formats.reading.embeddings import IndexedEmbeddings
 
 TARGET_RECALL = 0.95
@@ -94,7 +92,7 @@ class AnnRequest:
 
 
 def build_ann(
-    root: str | Path,
+    place: Place,
     spec: IndexSpec,
     *,
     replace_file: bool = True,
@@ -121,20 +119,19 @@ def build_ann(
             f"the target recall must be above 0 and at most 1, got {request.recall}",
             parameter="recall",
         )
-    layout = Layout(Path(root))
     width = spec.embed_dim
     if request.ann == "auto":
         kind = AnnKind.choose(spec.used_rows, width, request.memory)
     else:
         kind = AnnKind.parse(request.ann, width)
     kind.check_memory(spec.used_rows, width, request.memory)
-    embeddings = IndexedEmbeddings(layout, spec, list(spec.shard_numbers()))
+    embeddings = IndexedEmbeddings(place, spec, list(spec.shard_numbers()))
     index = _trained(kind, embeddings, spec.used_rows)
     files: list[Any] = []
     if count_lists(index):
         # An append needs the centroids but no vectors, so a second, small file contains
         # only the centroids.
-        files.append(_write(layout, index, None))
+        files.append(_write(place, index, None))
     _fill(index, embeddings, on_progress)
     measured: dict[str, Any] = {}
     if lists := count_lists(index):
@@ -145,7 +142,7 @@ def build_ann(
     else:
         kind = AnnKind()
     file: Any = _write(
-        layout, index, layout.ann_index if replace_file else None, embeddings
+        place, index, place.ann_index if replace_file else None, embeddings
     )
     vectors = file["vectors"]
     if replace_file and not lists:
@@ -162,7 +159,7 @@ def build_ann(
 
 
 def extend_ann(
-    layout: Layout,
+    place: Place,
     spec: IndexSpec,
     ann: Ann,
     on_progress: OnProgress | None = None,
@@ -180,10 +177,12 @@ def extend_ann(
     if not ann.get("files"):
         return ann
     segment = spec.used_segments[-1]
-    embeddings = IndexedEmbeddings(layout, spec, spec.segment_shards(segment))
+    embeddings = IndexedEmbeddings(place, spec, spec.segment_shards(segment))
     files: list[Any] = [{"vectors": ann["vectors"], **file} for file in ann["files"]]
     # all files have the same centroids, so the smallest file is loaded
-    index = open_part(layout.root, spec, min(files, key=lambda file: file["bytes"]))
+    smallest = min(files, key=lambda file: file["bytes"])
+    place.fetch([FileEntry.from_json(smallest)])
+    index = open_part(place.root, spec, smallest)
     if count_lists(index):
         # remove the vectors and keep the centroids
         index.reset()
@@ -198,11 +197,12 @@ def extend_ann(
     # stay. The limits ensure that each vector is written again only a few times.
     for file in sorted(files[1:], key=lambda file: file["vectors"]):
         if 0 < file["vectors"] <= min(2 * index.ntotal, VECTOR_LIMIT - index.ntotal):
-            part = open_part(layout.root, spec, file)
+            place.fetch([FileEntry.from_json(file)])
+            part = open_part(place.root, spec, file)
             if count_lists(part) == count_lists(index):
                 index.merge_from(part, 0)
                 joined.append(file)
-    new: Any = _write(layout, index, None, embeddings)
+    new: Any = _write(place, index, None, embeddings)
     samples = [*joined, {**new, "vectors": added}]
     if all("similarity" in each for each in samples):
         total = sum(each["vectors"] * each["similarity"] for each in samples)
@@ -214,7 +214,9 @@ def extend_ann(
     }
 
 
-def ann_without_rows(index: CommittedIndex, row_ids: Sequence[int]) -> Ann:
+def ann_without_rows(
+    place: Place, index: CommittedIndex, row_ids: Sequence[int]
+) -> Ann:
     """Remove the rows `row_ids` from all FAISS files. Only files that contain one of
     these rows are written again.
 
@@ -223,14 +225,14 @@ def ann_without_rows(index: CommittedIndex, row_ids: Sequence[int]) -> Ann:
     Returns:
         The description of all FAISS files for the manifest.
     """
-    layout = Layout(index.root)
     ann = index.manifest.ann
+    index.fetch(index.manifest.ann_files)
     files: list[Any] = []
     for described in ann.get("files", []):
         file: Any = {"vectors": ann["vectors"], **described}
         part = open_part(index.root, index.manifest.spec, file)
         if part.remove_ids(np.array(row_ids, dtype=np.int64)):
-            file = {**file, **_write(layout, part, None)}
+            file = {**file, **_write(place, part, None)}
         files.append(file)
     return (
         {**ann, "vectors": sum(file["vectors"] for file in files), "files": files}
@@ -461,7 +463,7 @@ def held_out(
 
 
 def _write(
-    layout: Layout,
+    place: Place,
     index: FaissIndex,
     path: Path | None,
     embeddings: IndexedEmbeddings | None = None,
@@ -472,18 +474,17 @@ def _write(
     inverted lists and `embeddings` is given, the entry contains the mean inner product
     of a sample of the embeddings and their nearest centroids.
     """
-    make_directories(layout.ann)
-    temporary = private_path(layout.ann_index, layout.staging)
+    temporary = private_path(place.ann_index, place.staging)
     try:
         write_part(index, temporary)
-        fsync_path(temporary)
+        length, crc = crc32c_file(temporary)
         if path is None:
-            path = layout.ann_part(crc32c_file(temporary)[1])
-        temporary.replace(path)
+            path = place.ann_part(crc)
+        file = FileEntry(place.relative(path), length, crc)
+        place.put([(temporary, file)])
     finally:
         temporary.unlink(missing_ok=True)
-    fsync_paths([layout.ann])
-    entry = {**FileEntry.of(layout, path).to_json(), "vectors": int(index.ntotal)}
+    entry = {**file.to_json(), "vectors": int(index.ntotal)}
     if embeddings is not None and count_lists(index):
         vectors = held_out(embeddings, _DRIFT_ROWS)[1]
         if len(vectors):

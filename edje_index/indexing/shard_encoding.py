@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +25,8 @@ from edje_index.inputs.refs import InputRef
 from edje_index.progress import ShardProgress
 from storage_formats.arrays import Ints
 from storage_formats.errors import EdjeError, TaskInterrupted
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec
+from storage_formats.format.places import Place, open_place
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import (
     DUPLICATE,
@@ -114,7 +114,8 @@ def encode_shard(
     import torch
 
     try:
-        return _encode_whole_shard(task, encoder, on_progress, should_stop, helpers)
+        with open_place(task.root) as place:
+            return _encode_at(place, task, encoder, on_progress, should_stop, helpers)
     except torch.OutOfMemoryError as error:
         if task.batch_size == 1:
             raise EdjeError(
@@ -130,7 +131,8 @@ def encode_shard(
     return encode_shard(smaller, encoder, on_progress, should_stop, helpers)
 
 
-def _encode_whole_shard(
+def _encode_at(
+    place: Place,
     task: ShardTask,
     encoder: ImageEncoder,
     on_progress: Callable[[ShardProgress], None],
@@ -139,7 +141,7 @@ def _encode_whole_shard(
 ) -> ShardReceipt:
     import torch
 
-    refs = read_shard_inputs(Layout(Path(task.root)), task.spec, task.shard)
+    refs = read_shard_inputs(place, task.spec, task.shard)
     first_row = task.spec.shard_rows(task.shard).start
     entries = [_row_entry(first_row + at, ref) for at, ref in enumerate(refs)]
     names = ("read", "decode", "helpers", "wait", "encode", "write")
@@ -179,7 +181,7 @@ def _encode_whole_shard(
         return part.stop
 
     with (
-        ShardWriter(task.root, task.spec, task.shard) as writer,
+        ShardWriter(place, task.spec, task.shard) as writer,
         ThreadPoolExecutor(threads, "edje-decode") as pool,
         contextlib.ExitStack() as stack,
     ):

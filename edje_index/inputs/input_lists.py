@@ -25,6 +25,7 @@ from storage_formats.atomic import naming
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.parquet import ParquetRowGroups
+from storage_formats.format.places import Place
 from storage_formats.format.source_columns import metadata_text
 
 LIST_ROWS = 1 << 16
@@ -94,7 +95,7 @@ def write_input_lists(
 
 
 def read_shard_inputs(
-    layout: Layout,
+    place: Place,
     spec: IndexSpec,
     shard: int,
 ) -> list[InputRef]:
@@ -106,7 +107,8 @@ def read_shard_inputs(
         CorruptIndexError: the file is missing or damaged, or does not list the rows of
             `shard`.
     """
-    path = layout.input_list(shard * spec.shard_size // _rows_per_file(spec.shard_size))
+    path = place.input_list(shard * spec.shard_size // _rows_per_file(spec.shard_size))
+    place.get(path)
     rows = spec.shard_rows(shard)
     try:
         with path.open("rb") as file:

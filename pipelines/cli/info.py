@@ -114,9 +114,14 @@ def _describe_upkeep(index: CommittedIndex) -> Json:
     deleted = manifest.snapshot.deleted_rows
     if deleted > _DELETED_SHARE * spec.used_rows:
         reasons.append(f"{deleted:,} of {spec.used_rows:,} rows are deleted")
+    paths = (
+        index.layout.snapshots.glob("*")
+        if index.remote is None
+        else map(Path, index.remote.list_sizes("snapshots"))
+    )
     return {
         "history": {
-            "snapshots": 1 + len(earlier_snapshots(index.layout, manifest)),
+            "snapshots": 1 + len(earlier_snapshots(paths, manifest)),
             "most": MOST_SNAPSHOTS,
         },
         "compact": reasons,

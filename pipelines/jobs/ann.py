@@ -5,7 +5,6 @@ other jobs make.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from edje_index.indexing.ann_kind import AnnKind
 from edje_index.indexing.faiss_build import (
@@ -22,19 +21,22 @@ from pipelines.progress.events import (
     progress_callback,
 )
 from storage_formats.extras import name_missing_extra
+from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.file_check import check_file
-from storage_formats.format.layout import IndexSpec
+from storage_formats.format.layout import EMBEDDING_FILE, IndexSpec
 from storage_formats.format.manifest import (
     Ann,
     CommittedIndex,
     Manifest,
 )
+from storage_formats.format.places import Place
+from storage_formats.remote.urls import IndexLocation
 
 _DEFAULT = AnnRequest()
 
 
 def add_ann(
-    root: str | Path,
+    root: IndexLocation,
     request: AnnRequest = _DEFAULT,
     *,
     on_event: OnEvent = ignore,
@@ -44,7 +46,7 @@ def add_ann(
     result. Return the new manifest.
 
     Args:
-        root: directory of the index.
+        root: directory or URL of the index.
         request: kind and recall of the nearest-neighbour index. The default is the kind
             that suits the number of rows.
         on_event: as in `build_index`.
@@ -67,7 +69,7 @@ def add_ann(
 
 
 def new_ann(
-    root: Path,
+    place: Place,
     spec: IndexSpec,
     request: AnnRequest,
     on_event: OnEvent,
@@ -79,7 +81,7 @@ def new_ann(
     """
     on_event(StatusMessage("building the nearest-neighbour index"))
     return build_ann(
-        root,
+        place,
         spec,
         replace_file=replace_file,
         request=request,
@@ -88,6 +90,7 @@ def new_ann(
 
 
 def rebuilt_ann(
+    place: Place,
     index: CommittedIndex,
     request: AnnRequest,
     on_event: OnEvent,
@@ -106,14 +109,15 @@ def rebuilt_ann(
         committed = {file.path: file for file in manifest.ann_files}.get(
             layout.relative(layout.ann_index)
         )
+        index.fetch(filter(None, [committed]))
         in_use = committed is not None and check_file(index.root, committed) is None
-    return new_ann(
-        index.root, manifest.spec, request, on_event, replace_file=not in_use
-    )
+    numbers = list(manifest.spec.shard_numbers())
+    index.fetch(CommittedFiles(index, EMBEDDING_FILE).files(numbers).values())
+    return new_ann(place, manifest.spec, request, on_event, replace_file=not in_use)
 
 
 def build_copied_ann(
-    root: Path,
+    place: Place,
     spec: IndexSpec,
     origins: Sequence[Manifest],
     on_event: OnEvent,
@@ -149,7 +153,7 @@ def build_copied_ann(
     ):
         kind = "auto"
     request = AnnRequest(kind, max(request.recall for request in requests))
-    ann = new_ann(root, spec, request, on_event)
+    ann = new_ann(place, spec, request, on_event)
     if kind not in ("auto", ann.get("factory", "Flat")):
         on_event(
             StatusMessage(

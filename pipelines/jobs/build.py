@@ -58,11 +58,17 @@ from storage_formats.atomic import Json
 from storage_formats.change import finish_committed
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
+from storage_formats.format.layout import IndexSpec
+from storage_formats.format.manifest import Counts, Manifest
 from storage_formats.format.offset import offset_block
+from storage_formats.format.remote import index_exists, open_index
 from storage_formats.format.source_columns import caption_columns
-from storage_formats.remote.urls import IndexLocation, local_path
+from storage_formats.remote.urls import (
+    IndexLocation,
+    index_location,
+    is_url,
+    local_path,
+)
 from storage_formats.verify import check_files
 from storage_formats.writing.publish import total_counts
 
@@ -245,7 +251,8 @@ def build_index(
     Args:
         sources: one or several directories, archives, lists of paths or image files.
             The rows of the index have the order of the sources.
-        out: directory of the new index.
+        out: directory of the new index, or its URL (s3://, gs://, az://). For a URL,
+            no file system is shared: workers put their shards on the object store.
         model: directory of the model bundle. On the command line, also a model of
             'model get', such as edje (the trained model of the paper's authors, from
             the Hugging Face Hub) or demo (a small model, without the Hub).
@@ -314,8 +321,10 @@ def build_index(
     """
     started = time.monotonic()
     specs = source_names(sources)
-    out = local_path(out)
-    if any(os.path.realpath(spec) == os.path.realpath(out) for spec in specs):
+    out = index_location(out)
+    if not is_url(out) and any(
+        os.path.realpath(spec) == os.path.realpath(out) for spec in specs
+    ):
         raise UsageError(
             f"{out} is also one of the sources; choose another output directory",
             parameter="out",
@@ -339,7 +348,7 @@ def build_index(
         "frames": frames,
         "cluster": address if engine == "ray" else None,
     }
-    if Layout(out).manifest.exists():
+    if index_exists(out):
         manifest = check_finished(out, info, requested, should_stop)
         result = result_of(Applied(manifest), None, 0, started, manifest.counts)
         return replace(
@@ -410,7 +419,7 @@ def build_index(
                 stored.columns,
             )
             check_ann_memory(spec, memory)
-            check_disk(out, spec, memory)
+            check_disk(change.layout, spec, memory)
             names = " and the column ".join(caption_columns(plan.columns))
             captions = (
                 "no captions: the sources have no texts in a column captions, caption"
@@ -437,7 +446,7 @@ def build_index(
                     "workers": execution.workers,
                     "finished_shards": len(finished),
                     "disk_bytes": disk_need(plan.spec, memory),
-                    "free_disk_bytes": free_disk(out),
+                    "free_disk_bytes": free_disk(change.layout.root),
                     "memory_bytes": workers_memory(execution.workers, settings, info),
                     "free_memory_bytes": usable_memory(memory),
                 },
@@ -463,7 +472,7 @@ def source_names(sources: IndexLocation | Sequence[IndexLocation]) -> tuple[str,
 
 
 def check_finished(
-    out: Path,
+    out: IndexLocation,
     info: BundleInfo,
     requested: Json,
     should_stop: ShouldStop,
@@ -481,8 +490,9 @@ def check_finished(
         UsageError: the model, the settings or the inputs differ.
         CorruptIndexError: a file of the index is missing or has another length.
     """
-    finish_committed(out)
-    index = CommittedIndex.open(out)
+    if not is_url(out):
+        finish_committed(out)
+    index = open_index(out)
     stored = settings_of(out, index.manifest)
     settings = BuildSettings.choose(stored, **requested)
     refuse_differences(out, index.manifest.model, stored, info, settings)

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,7 +61,8 @@ from storage_formats.format.manifest import (
     Manifest,
 )
 from storage_formats.format.offset import Offset, copy_offset, write_offset
-from storage_formats.format.receipts import ShardReceipt, fingerprint
+from storage_formats.format.places import Place
+from storage_formats.format.receipts import ShardReceipt, fetch_tables, fingerprint
 from storage_formats.format.rows import read_shard_rows
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.remote.urls import IndexLocation
@@ -109,7 +109,7 @@ class ShardWork:
         close: function that closes the files that all tasks use. It is called after the
             last task, and also after an error.
         shows_failed: True to report the number of failed rows in progress events.
-        target: layout that the tasks write to, see `Edit.erases`; None for the index.
+        target: place that the tasks write to, see `Edit.erases`; None for the index.
         described: further attributes of the event `PlanReady`, by name.
         check: function that is called after each finished shard with all receipts so
             far. It raises FailedInputsError to end the work.
@@ -124,7 +124,7 @@ class ShardWork:
     engine: Engine = run_inline
     close: Callable[[], None] = lambda: None
     shows_failed: bool = False
-    target: Layout | None = None
+    target: Place | None = None
     described: Json = field(default_factory=dict)
     check: Callable[[Sequence[ShardReceipt]], None] = lambda receipts: None
 
@@ -191,7 +191,8 @@ class Edit:
         if self.erases:
             # The directory must be on the device before the commit names its files.
             make_directories(change.layout.erased)
-            copy_offset(change.index, Layout(change.layout.erased))
+            erased = change.layout.part(change.layout.erased)
+            copy_offset(change.index, erased)
         if self.offset is not None:
             write_offset(change.layout, self.offset)
 
@@ -232,15 +233,16 @@ class Edit:
                 on_event(StatusMessage("changing the nearest-neighbour index"))
                 if self.erases:
                     gone = change.index.deleted.with_rows(list(self.deleted))
-                    ann = ann_without_rows(change.index, gone.row_ids.tolist())
+                    gone_ids = gone.row_ids.tolist()
+                    ann = ann_without_rows(change.layout, change.index, gone_ids)
                 else:
                     on_progress = progress_callback(on_event)
                     ann = extend_ann(change.layout, self.spec, ann, on_progress)
             elif self.ann is not None:
                 from pipelines.jobs.ann import rebuilt_ann
 
-                ann = rebuilt_ann(change.index, self.ann, on_event)
-            manifest = edited(change.index, self, receipts, ann)
+                ann = rebuilt_ann(change.layout, change.index, self.ann, on_event)
+            manifest = edited(change.layout, change.index, self, receipts, ann)
         else:
             manifest = self.earlier
         if adds_snapshot:
@@ -285,7 +287,7 @@ class NewContents:
         """Create the directories of the index, and write the offset block, if there is
         one.
         """
-        begin_index(change.layout.root, self.spec)
+        begin_index(change.layout, self.spec)
         for each in self.origins[:1]:
             copy_offset(each, change.layout)
         if self.offset is not None and self.spec.offset is not None:
@@ -308,9 +310,9 @@ class NewContents:
         manifests = [each.manifest for each in self.origins]
         if self.ann is None:
             columns = _counted(layout, self.work.shards, columns)
-            ann = build_copied_ann(layout.root, spec, manifests, on_event)
+            ann = build_copied_ann(layout, spec, manifests, on_event)
         else:
-            ann = new_ann(layout.root, spec, self.ann, on_event)
+            ann = new_ann(layout, spec, self.ann, on_event)
         encoded_from: dict[str, tuple[str, ...]] = {}
         for each in manifests:
             for name, chain in each.encoded_from.items():
@@ -371,7 +373,7 @@ def begin(
 
 @contextlib.contextmanager
 def begin_new(
-    root: Path,
+    root: IndexLocation,
     kind: str,
     request: Json | None,
     on_event: OnEvent,
@@ -437,7 +439,8 @@ def apply(
     started = time.monotonic()
     earlier = change.receipts(work.shards, work.fingerprint, work.target)
     on_event(PlanReady(work.rows, len(work.shards), len(earlier), **work.described))
-    receipts = run_shards(work, earlier, on_event, should_stop)
+    target = work.target or change.layout
+    receipts = run_shards(work, target, earlier, on_event, should_stop)
     rows = sum(receipt.rows for receipt in receipts if receipt.shard not in earlier)
     speed = rows / (time.monotonic() - started)
     return Applied(value.commit(change, receipts, report), receipts, earlier, speed)
@@ -468,6 +471,7 @@ def next_first_row(manifest: Manifest) -> int:
 
 
 def edited(
+    layout: Place,
     index: CommittedIndex,
     edit: Edit,
     receipts: Sequence[ShardReceipt],
@@ -483,7 +487,6 @@ def edited(
         receipts: receipts of the shards that the change wrote.
         ann: description of the nearest-neighbour index after the change.
     """
-    layout = index.layout
     before = index.manifest
     spec = edit.spec
     added = [each for each in receipts if each.shard >= before.spec.shards]
@@ -562,6 +565,7 @@ def notifier(on_event: OnEvent) -> Callable[[str], None]:
 
 def run_shards(
     work: ShardWork,
+    target: Place,
     earlier: Mapping[int, ShardReceipt],
     on_event: OnEvent,
     should_stop: ShouldStop,
@@ -578,6 +582,7 @@ def run_shards(
 
     def finish(receipt: ShardReceipt, seconds: Mapping[str, float]) -> Progress:
         receipts.append(receipt)
+        fetch_tables(target, [receipt])
         failed = sum(receipt.failed.values()) if work.shows_failed else 0
         return meter.update(
             ShardProgress(receipt.shard, receipt.rows, failed, seconds), is_final=True

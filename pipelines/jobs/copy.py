@@ -34,7 +34,7 @@ from pipelines.jobs.plan import (
     recorded_sources,
     with_sources,
 )
-from pipelines.jobs.resources import check_free_disk, disk_need
+from pipelines.jobs.resources import check_disk
 from pipelines.progress.events import (
     JobStopped,
     OnEvent,
@@ -53,8 +53,9 @@ from storage_formats.change import begin_index
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.file_check import FileEntry
-from storage_formats.format.layout import IndexSpec, Layout, Segment
+from storage_formats.format.layout import Segment
 from storage_formats.format.manifest import CommittedIndex, Counts
+from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt, fingerprint
 from storage_formats.format.remote import ROOT, open_index, read_root
 from storage_formats.format.rows import (
@@ -252,8 +253,9 @@ def rewrite(
         settings["inputs_digest"] = fingerprint(identity)
     if details is None:
         details = {"name": parts[0][0].root.name, "snapshot": first.snapshot.number}
-    with begin_new(local_path(out), kind, identity, on_event) as change:
-        check_room(change.layout, spec, "a copy of")
+    with begin_new(out, kind, identity, on_event) as change:
+        what = f"a copy of {counted(spec.rows, 'row')}"
+        check_disk(change.layout, spec, what=what)
         rows_of_shards: dict[int, tuple[RowCopier, Ints]] = {}
         shards = spec.shard_numbers()
         for index, row_ids, renumber in moves:
@@ -293,7 +295,7 @@ def rewrite(
     )
 
 
-def erasure(index: CommittedIndex, edit: Edit) -> Edit:
+def erasure(place: Place, index: CommittedIndex, edit: Edit) -> Edit:
     """Return `edit`, a deletion, as an edit that also removes the data of all deleted
     rows. The shards with these rows are written again, and all rows keep their ids.
 
@@ -325,7 +327,8 @@ def erasure(index: CommittedIndex, edit: Edit) -> Edit:
     ]
     rows_to_write = sum(len(spec.shard_rows(shard)) for shard in rows)
     written = replaced(spec, rows=rows_to_write, segments=())
-    check_room(index.layout, written, "the new files of")
+    what = f"the new files of {counted(rows_to_write, 'row')}"
+    check_disk(place, written, what=what)
     identity = {
         "kind": "erase",
         "deleted": hashlib.sha256(deleted.row_ids.astype("<i8").tobytes()).hexdigest(),
@@ -334,7 +337,7 @@ def erasure(index: CommittedIndex, edit: Edit) -> Edit:
     # The edits stay in files of their own, so the copier must not read them.
     readable = index.undeleted()
     source = replaced(readable, manifest=replaced(readable.manifest, edits=()))
-    target = Layout(index.layout.erased)
+    target = place.part(place.erased)
     copier = RowCopier(source, target, spec, lambda row_ids: row_ids, deleted)
     rows_of_shards = {
         shard: (copier, np.array(spec.shard_rows(shard), np.int64)) for shard in rows
@@ -386,14 +389,6 @@ def copying(
         lambda: copy,
         close=close,
     )
-
-
-def check_room(layout: Layout, spec: IndexSpec, what: str) -> None:
-    """Raise UsageError unless the disk has room for the files of an index of shape
-    `spec` at `layout`.
-    """
-    rows = counted(spec.rows, "row")
-    check_free_disk(layout.root, disk_need(spec), f"{what} {rows}")
 
 
 @dataclass(frozen=True)
@@ -523,9 +518,7 @@ def copy_index(
         )
         copied = [file for file in files if file.path in sent]
     elif is_url(target):
-        with begin_remote_copy(
-            opened, ObjectFolder.open(str(target)), replace=replace
-        ) as remote:
+        with begin_remote_copy(opened, str(target), replace=replace) as remote:
             copied = _copy_files(files, remote.put, on_event, should_stop)
             remote.commit()
             if replace:
@@ -535,7 +528,7 @@ def copy_index(
         request = {"manifest": hashlib.sha256(data).hexdigest()}
         root = local_path(out)
         with begin_new(root, "copy", request, on_event) as new:
-            begin_index(root, spec)
+            begin_index(new.layout, spec)
             # A stopped copy keeps its files only if it has a receipt or a plan.
             # This copy writes no receipts, so it stores a plan.
             new.store_plan({"files": len(files)})

@@ -185,7 +185,7 @@ def encoding(
         plan.rows,
         plan.identity,
         make_task=lambda shard, fingerprint: ShardTask(
-            root=str(layout.root.absolute()),
+            root=str(layout.location),
             shard=shard,
             spec=plan.spec,
             plan=fingerprint,
@@ -208,7 +208,7 @@ def encoding(
             cpus=cpus,
             gpus=1 / per_gpu if settings.is_cuda else 0.0,
             address=execution.address,
-            lock=layout.lock.absolute(),
+            lock=None if layout.remote else layout.lock,
         ),
         shows_failed=True,
         described={
@@ -253,7 +253,7 @@ def earlier_plan(
                 f" finished, or {how_to_discard(change.layout)[0]} to start over"
             )
             on_event(StatusMessage(text, is_warning=True))
-    check_inputs(change.layout.root, plan, receipts)
+    check_inputs(change.layout, plan, receipts)
     if plan.model["fingerprint"] == info.encoder_fingerprint:
         # The bundle may be at another path than in the earlier run.
         plan = replace(plan, model=model_record(info))

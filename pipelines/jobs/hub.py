@@ -44,9 +44,9 @@ from pipelines.progress.events import (
     stop_at_events,
 )
 from pipelines.progress.wording import human_bytes
+from storage_formats.cache import cache_directory
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.remote import cache_directory
 from storage_formats.remote.objects import ObjectFolder
 from storage_formats.remote.urls import (
     IndexLocation,

@@ -32,6 +32,8 @@ from storage_formats.codecs import BF16, codec
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec
 from storage_formats.format.parquet import open_parquet
+from storage_formats.format.places import open_place
+from storage_formats.remote.urls import IndexLocation
 from storage_formats.writing.index_writer import ROW_COLUMNS, IndexWriter, Rows
 
 _CHUNK_ROWS = 1024
@@ -63,7 +65,7 @@ class ImportResult:
 def import_arrays(
     tokens: Path,
     embeddings: Path,
-    out: Path,
+    out: IndexLocation,
     rows: Path | None = None,
     *,
     precisions: Sequence[str] = ("bf16",),
@@ -79,7 +81,7 @@ def import_arrays(
             tokens per row and d the width of a token. Its dtype is float32, float16, or
             bfloat16 that was saved as uint16 or as raw 16-bit words.
         embeddings: .npy file with a floating-point array of shape [rows, embed_dim].
-        out: directory of the new index.
+        out: directory of the new index, or its URL (s3://, gs://, az://).
         rows: Parquet file with the column `uri`, and any of the other `ROW_COLUMNS`.
             All other columns become source columns, except columns with binary values.
             A column whose name the index itself uses is renamed: `status` becomes
@@ -115,7 +117,8 @@ def import_arrays(
     ignored = Ignored()
     parts = _row_parts(rows, spec.rows, ignored)
     check_ann_memory(spec, None)
-    check_disk(out, spec)
+    with open_place(out) as place:
+        check_disk(place, spec)
     with IndexWriter.create(
         out,
         block_shape=spec.block_shape,

@@ -6,24 +6,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edje_index.bundles.info import BundleInfo
 from edje_index.models import MAX_FRAMES
 from storage_formats.arguments import optional_count
-from storage_formats.atomic import Json, fsync_paths
+from storage_formats.atomic import Json
 from storage_formats.change import Change
 from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import crc32c_file, to_hex
 from storage_formats.format.json_values import read_json
-from storage_formats.format.layout import SHARD_SIZE, IndexSpec, Layout
+from storage_formats.format.layout import SHARD_SIZE, IndexSpec
 from storage_formats.format.manifest import Manifest
+from storage_formats.format.places import Place
 from storage_formats.format.receipts import fingerprint
 from storage_formats.format.source_columns import (
     MAX_COLUMNS,
@@ -34,6 +33,7 @@ from storage_formats.format.source_columns import (
     Value,
     metadata_text,
 )
+from storage_formats.remote.urls import IndexLocation
 from storage_formats.threads import has_bfloat16, usable_cpus
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class BuildSettings:
         )
 
 
-def settings_of(root: Path, manifest: Manifest) -> BuildSettings:
+def settings_of(root: IndexLocation, manifest: Manifest) -> BuildSettings:
     """Return the settings with which the index at `root` was built.
 
     Raises:
@@ -318,7 +318,7 @@ def model_record(info: BundleInfo) -> Json:
 
 
 def refuse_differences(
-    root: Path,
+    root: IndexLocation,
     stored_model: Mapping[str, Any],
     stored: BuildSettings,
     info: BundleInfo,
@@ -419,12 +419,12 @@ def store_inputs(
     else:
         layout = change.layout
         directory = layout.input_lists
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
+        layout.remove(layout.names(directory))
+        directory.mkdir(parents=True, exist_ok=True)
         paths = write_input_lists(
             layout, counted_refs(), shard_size, first_shard=first_shard
         )
-        fsync_paths([*paths, directory, directory.parent])
+        layout.seal(paths)
     return StoredInputs(
         rows,
         duplicates,
@@ -437,7 +437,7 @@ def store_inputs(
 
 
 def check_inputs(
-    root: Path,
+    place: Place,
     plan: Plan,
     finished_shards: Collection[int],
 ) -> None:
@@ -450,7 +450,8 @@ def check_inputs(
     if len(finished_shards) == len(plan.shards):
         return
     for name, checksum in plan.input_checksums.items():
-        path = Layout(root).input_lists / name
+        path = place.input_lists / name
+        place.get(path)
         try:
             damage = (
                 None
@@ -460,9 +461,9 @@ def check_inputs(
         except FileNotFoundError as error:
             damage = error.strerror
         if damage:
-            restart = f"remove {root} and build again"
+            restart = f"remove {place.location} and build again"
             remedy = None
-            if Layout(root).manifest.exists():
+            if place.manifest.exists():
                 restart = "discard the change"
                 remedy = "discard"
             raise CorruptIndexError(

@@ -22,6 +22,7 @@ from storage_formats.format.layout import (
     padded_shard_bytes,
 )
 from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
+from storage_formats.format.places import Place
 from storage_formats.format.receipts import read_receipts
 from storage_formats.remote.urls import IndexLocation
 from storage_formats.writing.conversion import (
@@ -118,7 +119,9 @@ def quantize_index(
     request = {"to": sorted(to), "drop": sorted(drop), "source": source}
     with begin(index, "quantize", request) as change:
         before = change.index.spec.precisions
-        edit = conversion(change.index, to, drop, source, workers, address)
+        edit = conversion(
+            change.layout, change.index, to, drop, source, workers, address
+        )
         manifest = apply(change, edit, on_event, should_stop).manifest
     after = manifest.spec.precisions
     # All new precisions are converted from the same precision, which is the last
@@ -137,6 +140,7 @@ def quantize_index(
 
 
 def conversion(
+    place: Place,
     index: CommittedIndex,
     to: Sequence[str],
     drop: Sequence[str],
@@ -195,26 +199,29 @@ def conversion(
             "tables": [table.to_json() for table in manifest.shard_tables],
         },
         make_task=lambda shard, fingerprint: ConversionTask(
-            str(index.root), shard, target, read, missing, fingerprint
+            str(index.location), shard, target, read, missing, fingerprint
         ),
         make_worker=lambda: convert_shard,
         engine=open_engine(
             "threads" if workers is None else "ray",
             workers,
             address=address,
-            lock=layout.lock,
+            lock=None if index.remote else layout.lock,
         ),
     )
-    left = {*work.shards} - {*read_receipts(layout, work.shards, work.fingerprint)}
+    finished = read_receipts(place, work.shards, work.fingerprint)
+    left = {*work.shards} - {*finished}
+    # An object store gets the files of one shard after another.
+    on_disk = sorted(left)[:1] if place.remote else left
     need = sum(
         padded_shard_bytes(
             len(spec.shard_rows(shard)), spec.shard_size, _record_bytes(spec, name)
         )[1]
-        for shard in left
+        for shard in on_disk
         for name in missing
     )
     what = f"converting {counted(len(left), 'shard')} to {', '.join(missing)}"
-    check_free_disk(index.root, {"tokens": need}, what, parameter="to")
+    check_free_disk(place.root, {"tokens": need}, what, parameter="to")
     return Edit(
         target,
         work=work,

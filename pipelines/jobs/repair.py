@@ -28,7 +28,7 @@ from pipelines.progress.events import (
     stop_at_events,
 )
 from storage_formats.arrays import Ints
-from storage_formats.atomic import write_json_atomic
+from storage_formats.atomic import json_bytes
 from storage_formats.change import (
     IndexChange,
     begin_change,
@@ -47,7 +47,7 @@ from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snaps
 from storage_formats.format.offset import Offset, write_offset
 from storage_formats.format.rows import INDEXED, iter_stored_rows
 from storage_formats.remote.urls import IndexLocation, local_path
-from storage_formats.verify import verify_index
+from storage_formats.verify import files_here, verify_index
 from storage_formats.writing.conversion import offset_from_tokens
 from storage_formats.writing.repair import RepairedFile, ShardRepair
 
@@ -116,17 +116,11 @@ def repair_index(
     on_event = stop_at_events(
         on_event, should_stop, "stopped; files that were repaired stay repaired"
     )
-    root = local_path(
-        index,
-        advice=(
-            "; to repair an index at a URL, download its objects and repair the"
-            " directory"
-        ),
-    )
     repaired: list[RepairedFile] = []
     refusals: list[Problem] = []
     settled: set[str] = set()
-    with begin_change(root, "repair") as change:
+    with begin_change(index, "repair") as change:
+        root = change.layout.location
         problems = verify_index(
             root, lambda done, total: on_event(Progress("verifying", done, total))
         )
@@ -139,7 +133,7 @@ def repair_index(
         ]
         clear_staging(layout.root)
         if repaired:
-            write_array_shapes(layout, opened.spec)
+            write_array_shapes(change.layout, opened.spec)
 
         @functools.cache
         def open_encoder() -> ImageEncoder:
@@ -159,7 +153,7 @@ def repair_index(
 
         for entry in opened.manifest.offset_files:
             if entry.path in damaged:
-                origin = _restore_offset(opened, entry, model)
+                origin = _restore_offset(change, entry, model)
                 if origin is None:
                     refusals.append(_lost_offset(opened.manifest, entry))
                 else:
@@ -173,8 +167,9 @@ def repair_index(
         for done, (shard, entries) in enumerate(shards.items()):
             on_event(Progress("repairing", done, len(shards)))
             encoder = ShardEncoder(opened, shard, open_encoder, on_event, should_stop)
-            repair = ShardRepair(opened, shard, entries, encoder.encode)
-            repaired += repair.run()
+            repair = ShardRepair(change.layout, opened, shard, entries, encoder.encode)
+            with files_here(opened, entries.values()):
+                repaired += repair.run()
             tokens = {
                 path
                 for path in damaged.intersection(entries)
@@ -242,26 +237,27 @@ def _restore_ann(
             continue
         # Abandoning the change removes the damaged files at the end.
         change.abandon()
-        ann = new_ann(index.root, manifest.spec, request, on_event, replace_file=False)
-        write_json_atomic(
+        ann = new_ann(
+            change.layout, manifest.spec, request, on_event, replace_file=False
+        )
+        change.layout.write(
             change.layout.snapshot(manifest.snapshot.number),
-            replace(manifest, ann=ann).to_json(),
-            change.layout.staging,
+            json_bytes(replace(manifest, ann=ann).to_json()),
         )
     return [RepairedFile(path, "the embeddings") for path in sorted(paths)]
 
 
 def _restore_offset(
-    index: CommittedIndex,
+    change: IndexChange,
     entry: FileEntry,
     model: IndexLocation | None,
 ) -> str | None:
     """Rebuild the file of the offset block. Return a description of the origin of its
     values; None if no origin gives values with the committed checksum.
     """
-    for origin, offset in _offset_origins(index, model):
+    for origin, offset in _offset_origins(change.index, model):
         if crc32c(offset.tobytes()) == entry.crc32c:
-            write_offset(index.layout, offset)
+            write_offset(change.layout, offset)
             return origin
     return None
 

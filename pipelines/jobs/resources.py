@@ -24,6 +24,7 @@ from storage_formats.format.layout import (
     padded_shard_bytes,
 )
 from storage_formats.format.manifest import Manifest
+from storage_formats.format.places import Place
 from storage_formats.threads import usable_cpus
 
 Need = dict[str, int]
@@ -212,11 +213,14 @@ def check_extension_memory(manifest: Manifest, rows: int) -> None:
 
 
 def check_disk(
-    root: Path,
+    place: Place,
     spec: IndexSpec,
     memory: int | None = None,
+    what: str | None = None,
 ) -> None:
-    """Raise ResourcesError if too little disk space is free at `root`.
+    """Raise ResourcesError if too little disk space is free at `place`. If the index is
+    on an object store, this machine needs room for temporary files: for the tokens of
+    one shard, and for all other files.
 
     Args:
         spec: shape of the new index. For an append or an update, the shape of the new
@@ -224,11 +228,16 @@ def check_disk(
         memory: limit in bytes for the memory in which the nearest-neighbour index is
             built; None for no limit. The limit may change the kind and thus the size of
             the nearest-neighbour index.
+        what: subject of the message; None for the index of the inputs.
     """
+    need = disk_need(spec, memory)
+    if place.remote is not None:
+        shard = replace(spec, rows=min(spec.rows, spec.shard_size), segments=())
+        need["tokens"] = disk_need(shard, memory)["tokens"]
     check_free_disk(
-        root,
-        disk_need(spec, memory),
-        f"the index of {counted(spec.rows, 'input')}",
+        place.root,
+        need,
+        what or f"the index of {counted(spec.rows, 'input')}",
         parameter="out",
     )
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,7 +22,7 @@ from pipelines.progress.events import (
 )
 from storage_formats.arguments import as_list, did_you_mean, optional_count
 from storage_formats.atomic import Json
-from storage_formats.change import Removal, collect_garbage
+from storage_formats.change import Removal, collect_garbage, open_at
 from storage_formats.errors import UsageError
 from storage_formats.format.edits import EDIT_SCHEMA, GIVEN, input_hash
 from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
@@ -125,7 +124,7 @@ def delete_rows(
         if erase and not dry_run:
             from pipelines.jobs.copy import erasure
 
-            edit = erasure(opened, edit)
+            edit = erasure(change.layout, opened, edit)
         if edit.erases:
             # With a plan, finished shards are kept if the erasure is stopped.
             change.store_plan({})
@@ -254,7 +253,7 @@ def roll_back(
                 " snapshot",
                 parameter="snapshot",
             )
-        earlier = CommittedIndex.open(change.layout.root, snapshot)
+        earlier = open_at(change.layout, snapshot)
         check_files(earlier, only_lengths=False)
         manifest = earlier.manifest
         edit = Edit(manifest.spec, {"to": snapshot}, earlier=manifest)
@@ -303,7 +302,7 @@ class EditResult:
 
 
 def set_columns(
-    index: str | Path,
+    index: IndexLocation,
     row_ids: RowIds,
     columns: pa.Table | Mapping[str, Sequence[Any]],
     *,

@@ -61,7 +61,7 @@ from pipelines.sources import Listing, hash_and_mark_duplicates, temporary_datab
 from pipelines.sources.base import absolute_spec
 from storage_formats.arguments import as_list, as_number, as_path, as_text
 from storage_formats.atomic import Json
-from storage_formats.change import IndexChange
+from storage_formats.change import IndexChange, open_at
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.content_hashes import known_contents
@@ -73,7 +73,7 @@ from storage_formats.format.rows import (
     FAILED,
     INDEXED,
     iter_rows,
-    read_rows,
+    read_index_rows,
     read_shard_rows,
 )
 from storage_formats.remote.urls import IndexLocation, local_path
@@ -324,7 +324,8 @@ def update_index(
             )
         elif plan is not None and changes.changed:
             row_ids = [plan.first_row + position for position in changes.changed]
-            statuses = read_rows(change.layout.root, row_ids, ["status"])["status"]
+            after = open_at(change.layout)
+            statuses = read_index_rows(after, row_ids, ["status"])["status"]
             changed = statuses.to_pylist().count(INDEXED)
     failed.update(counts.failed)
     return replace(
@@ -555,7 +556,7 @@ def _plan_rows(
     spec = manifest.spec
     rows = len(changes.refs)
     check_extension_memory(manifest, rows)
-    check_disk(change.layout.root, replace(spec, rows=rows, segments=()))
+    check_disk(change.layout, replace(spec, rows=rows, segments=()))
     first_row = next_first_row(manifest)
     segments = (*spec.used_segments, Segment(first_row, rows))
     spec = replace(spec, rows=segments[-1].stop, segments=segments)

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -17,9 +18,12 @@ import pyarrow.compute as pc
 
 from storage_formats.arrays import Ints
 from storage_formats.format.file_check import FileEntry, committed_content
-from storage_formats.format.layout import EDITS_FILE, IndexSpec, Layout
+from storage_formats.format.layout import EDITS_FILE, IndexSpec
 from storage_formats.format.parquet import read_table, table_bytes
 from storage_formats.format.shard_table import write_named_file
+
+if TYPE_CHECKING:
+    from storage_formats.format.place import Place
 
 EDIT_SCHEMA = pa.schema(
     [
@@ -151,7 +155,7 @@ class Edits:
         return Edits(self.shard_size, ordered)
 
     def write(
-        self, layout: Layout, spec: IndexSpec, earlier: Sequence[FileEntry] = ()
+        self, place: Place, spec: IndexSpec, earlier: Sequence[FileEntry] = ()
     ) -> tuple[FileEntry, ...]:
         """Write these edits to a new file, which readers apply after the files
         `earlier`. Return the entries of all files.
@@ -162,11 +166,12 @@ class Edits:
         """
         if not len(self.lines):
             return tuple(earlier)
+        place.fetch(earlier[-1:])
         if earlier and earlier[-1].bytes <= _OVERHEAD + 2 * self.lines.nbytes:
-            joined = read_edits(layout.root, spec, earlier[-1:]).changed(self.lines)
-            return joined.write(layout, spec, earlier[:-1])
+            joined = read_edits(place.root, spec, earlier[-1:]).changed(self.lines)
+            return joined.write(place, spec, earlier[:-1])
         data = table_bytes(self.lines)
-        return (*earlier, write_named_file(layout, EDITS_FILE, data))
+        return (*earlier, write_named_file(place, EDITS_FILE, data))
 
 
 def read_edits(root: Path, spec: IndexSpec, entries: Iterable[FileEntry]) -> Edits:

@@ -11,17 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from storage_formats.atomic import (
-    fsync_path,
-    make_directories,
-    replacing,
-)
+from storage_formats.atomic import naming, private_path
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.checksum import crc32c_file
 from storage_formats.format.committed_files import CommittedTable
 from storage_formats.format.file_check import FileEntry
 from storage_formats.format.layout import FILTER_FILE, IndexSpec, Layout, Segment
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.place import Place
 from storage_formats.format.rows import (
     TIMING_COLUMNS,
     cast_columns,
@@ -51,7 +48,7 @@ def filter_schema(source_columns: Sequence[SourceColumn]) -> pa.Schema:
 
 
 def write_filter_table(
-    layout: Layout,
+    place: Place,
     spec: IndexSpec,
     segment: Segment,
     rows_files: Mapping[int, tuple[Layout, FileEntry]],
@@ -70,10 +67,10 @@ def write_filter_table(
     if len(shards) < 2:
         return None
     schema = filter_schema(source_columns)
-    path = layout.staging / "filter.parquet"
-    make_directories(layout.filters)
+    path = private_path(place.filters / "rows", place.staging)
     with (
-        replacing(path, layout.staging) as file,
+        naming(path),
+        open(path, "xb") as file,
         pq.ParquetWriter(file, schema, compression="zstd") as writer,
     ):
         waiting: list[pa.Table] = []
@@ -90,8 +87,7 @@ def write_filter_table(
                 waiting.clear()
     length, crc = crc32c_file(path)
     entry = FileEntry(FILTER_FILE.format(crc), length, crc)
-    path.replace(layout.root / entry.path)
-    fsync_path(layout.filters)
+    place.put([(path, entry)])
     return entry
 
 

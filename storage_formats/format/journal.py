@@ -7,21 +7,23 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from storage_formats.atomic import (
     Json,
     fsync_path,
-    fsync_paths,
-    write_json_atomic,
+    json_bytes,
 )
 from storage_formats.errors import EdjeError, cannot_read
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.lock import locked
+
+if TYPE_CHECKING:
+    from storage_formats.format.place import Place
 
 # The journal holds the plan, which lists the checksum of every file in `build/inputs/`.
 # The journal of a large build is therefore long.
@@ -49,11 +51,10 @@ class Journal:
     base: str | None
     plan: Json | None = None
 
-    def write(self, layout: Layout) -> None:
-        """Write the journal of the index with `layout`."""
+    def write(self, place: Place) -> None:
+        """Write the journal of the index at `place`."""
         checksum = json_checksum(vars(self))
-        value = {**vars(self), "crc32c": checksum}
-        write_json_atomic(layout.journal, value, layout.staging)
+        place.write(place.journal, json_bytes({**vars(self), "crc32c": checksum}))
 
 
 def read_journal(root: str | Path) -> Journal | None:
@@ -121,6 +122,9 @@ def end_erasure(root: str | Path) -> None:
     Until then, the files of the index do not match `index.json`. Does nothing if the
     index cannot be written or another process is changing it.
     """
+    # A module that changes indexes is not imported for every reader.
+    from storage_formats.format.directory import Directory
+
     layout = Layout(Path(root).absolute())
 
     def is_committed() -> bool:
@@ -134,20 +138,4 @@ def end_erasure(root: str | Path) -> None:
                     # The former files may be replaced only after `index.json` is
                     # durable.
                     fsync_path(layout.root)
-                    replace_shards(layout)
-
-
-def replace_shards(layout: Layout) -> None:
-    """Move the files in `build/erased/` to the same paths in the index. Call this only
-    after the commit of the erasure that wrote them.
-    """
-    if not layout.erased.exists():
-        return
-    finals = []
-    for folder in Layout(layout.erased).shard_folders():
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                finals.append(layout.root / path.relative_to(layout.erased))
-                path.replace(finals[-1])
-    fsync_paths({final.parent for final in finals})
-    shutil.rmtree(layout.erased, ignore_errors=True)
+                    Directory(layout.root).move_erased()

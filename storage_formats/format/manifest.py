@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from storage_formats.arguments import as_count, as_path
-from storage_formats.atomic import Json, write_json_atomic
+from storage_formats.atomic import Json, json_bytes
 from storage_formats.codecs import check_names, codec
 from storage_formats.errors import (
     CorruptIndexError,
@@ -46,6 +46,9 @@ from storage_formats.format.source_columns import SourceColumn, check_columns
 from storage_formats.format.tombstones import Tombstones, read_tombstones
 from storage_formats.remote.objects import ObjectFolder
 from storage_formats.remote.urls import IndexLocation
+
+if TYPE_CHECKING:
+    from storage_formats.format.places import Place
 
 # major numbers of the format versions that this package reads
 _READ_MAJORS = ("1", "2")
@@ -270,7 +273,13 @@ class Manifest:
             return cls._read(layout, layout.snapshot(number))
         except FileNotFoundError:
             numbers = ", ".join(
-                map(str, [*earlier_snapshots(layout, current), current.snapshot.number])
+                map(
+                    str,
+                    [
+                        *earlier_snapshots(layout.snapshots.glob("*"), current),
+                        current.snapshot.number,
+                    ],
+                )
             )
             raise UsageError(
                 f"{root} has no snapshot {snapshot}; choose one of: {numbers}",
@@ -366,9 +375,9 @@ class Manifest:
                 value["deleted"] = {**deleted, "rows": snapshot.deleted_rows}
         return {**value, "crc32c": json_checksum(value)}
 
-    def write(self, layout: Layout) -> None:
+    def write(self, place: Place) -> None:
         """Replace `index.json`. This commits the snapshot."""
-        write_json_atomic(layout.manifest, self.to_json(), layout.staging)
+        place.commit(json_bytes(self.to_json()))
 
     @property
     def format_version(self) -> str:
@@ -540,7 +549,8 @@ def kept_snapshots(index: CommittedIndex) -> list[Manifest]:
     manifests = list[Manifest]()
     if index.remote is None:
         layout = index.layout
-        for number in earlier_snapshots(layout, index.manifest):
+        names = layout.snapshots.glob("*")
+        for number in earlier_snapshots(names, index.manifest):
             # A change may remove the snapshot after `earlier_snapshots` listed it.
             with contextlib.suppress(FileNotFoundError):
                 manifests.append(Manifest._read(layout, layout.snapshot(number)))
@@ -560,21 +570,24 @@ def kept_snapshots(index: CommittedIndex) -> list[Manifest]:
                 f"{index.remote.url_of(key)} is not the manifest of a snapshot:"
                 f" {error.strerror}; delete this object"
             ) from error
-    current = index.manifest.snapshot.number
+    current = index.manifest.snapshot
+    kept = range(current.oldest or 0, current.number)
     return [
-        *(manifest for manifest in manifests if manifest.snapshot.number < current),
+        *(manifest for manifest in manifests if manifest.snapshot.number in kept),
         index.manifest,
     ]
 
 
-def earlier_snapshots(layout: Layout, current: Manifest) -> list[int]:
-    """Return the numbers of the kept snapshots before `current` that are on disk,
-    ascending.
+def earlier_snapshots(paths: Iterable[Path], current: Manifest) -> list[int]:
+    """Return the numbers of the kept snapshots before `current`, ascending.
+
+    Args:
+        paths: paths of the files in `snapshots/`.
     """
     numbers = [
         int(path.stem)
-        for path in layout.snapshots.glob("*.json")
-        if path.stem.isdecimal()
+        for path in paths
+        if path.suffix == ".json" and path.stem.isdecimal()
     ]
     return sorted(
         number

@@ -6,17 +6,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.arrays import Array, Floats
-from storage_formats.atomic import make_directories, write_bytes_atomic
 from storage_formats.codecs import Blocks, Codec, codec
 from storage_formats.format.checksum import crc32c
 from storage_formats.format.file_check import committed_content
-from storage_formats.format.layout import IndexSpec, Layout, OffsetBlock
+from storage_formats.format.layout import IndexSpec, OffsetBlock
 from storage_formats.format.manifest import CommittedIndex, offset_files
+
+if TYPE_CHECKING:
+    from storage_formats.format.place import Place
 
 Offset = Floats
 """An offset block, float32 [m, d]."""
@@ -68,11 +71,9 @@ def offset_block(offset: Offset, precisions: Iterable[str]) -> OffsetBlock | Non
     return OffsetBlock(crc32c(offset.tobytes()), names) if names else None
 
 
-def write_offset(layout: Layout, offset: Offset) -> None:
+def write_offset(place: Place, offset: Offset) -> None:
     """Write the values of the offset block of an index."""
-    make_directories(layout.offset_values.parent)
-    data = offset.astype("<f4").tobytes()
-    write_bytes_atomic(layout.offset_values, data, layout.staging)
+    place.write(place.offset_values, offset.astype("<f4").tobytes())
 
 
 def check_offset(offset: Array, block_shape: tuple[int, int]) -> None:
@@ -102,7 +103,7 @@ def read_offset(root: Path, spec: IndexSpec) -> Offset | None:
     return offset
 
 
-def copy_offset(index: CommittedIndex, target: Layout) -> None:
+def copy_offset(index: CommittedIndex, target: Place) -> None:
     """Write the offset block of `index` to another index, if `index` has one."""
     index.fetch(index.manifest.offset_files)
     offset = read_offset(index.root, index.spec)

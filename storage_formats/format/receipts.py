@@ -4,17 +4,20 @@ files of this shard (SPEC.md section 11).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from storage_formats.atomic import Json
 from storage_formats.format.checksum import json_checksum
-from storage_formats.format.file_check import FileEntry, check_file
-from storage_formats.format.index_files import read_index_file
-from storage_formats.format.layout import Layout
+from storage_formats.format.file_check import FileEntry
+from storage_formats.format.place import Place
+
+_READS_AT_ONCE = 8
 
 
 def fingerprint(identity: Mapping[str, Any]) -> str:
@@ -85,33 +88,42 @@ class ShardReceipt:
         return cls(**{**members, "files": files})
 
 
-def read_receipts(
-    layout: Layout, shards: Iterable[int], fingerprint: str
-) -> dict[int, ShardReceipt]:
-    """Return the valid receipts of `shards`, keyed by shard number. For the other
-    arguments, see `read_receipt`.
+def fetch_tables(place: Place, receipts: Iterable[ShardReceipt]) -> None:
+    """Make the rows and the embeddings of finished shards readable on this machine. A
+    commit reads them.
     """
-    receipts = ((shard, read_receipt(layout, shard, fingerprint)) for shard in shards)
-    return {shard: receipt for shard, receipt in receipts if receipt is not None}
+    place.fetch(
+        file
+        for receipt in receipts
+        for file in receipt.files
+        if file.path.startswith(("rows/", "embeddings/"))
+    )
 
 
-def read_receipt(layout: Layout, shard: int, fingerprint: str) -> ShardReceipt | None:
-    """Read the receipt of a shard. Return None if there is no valid receipt, in which
-    case the shard must be written again.
+def read_receipts(
+    place: Place, shards: Iterable[int], fingerprint: str
+) -> dict[int, ShardReceipt]:
+    """Return the valid receipts of `shards` at `place`, keyed by shard number. A shard
+    without a valid receipt must be written again.
 
     A receipt is valid if it matches its checksum, its `plan` is `fingerprint`, and all
     files that it lists exist and have the listed lengths.
     """
-    try:
-        receipt = ShardReceipt.from_json(
-            json.loads(read_index_file(layout.root, layout.receipt(shard)))
-        )
-    except (OSError, KeyError, TypeError, ValueError, RecursionError):
-        return None
-    if receipt.plan != fingerprint or receipt.shard != shard:
-        return None
-    lengths_match = all(
-        check_file(layout.root, file, only_length=True) is None
-        for file in receipt.files
+    existing = {*place.names(place.receipts)}
+    wanted = [shard for shard in shards if place.receipt(shard) in existing]
+    with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
+        read = pool.map(place.read, map(place.receipt, wanted))
+        receipts: dict[int, ShardReceipt] = {}
+        for shard, data in zip(wanted, read, strict=True):
+            with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):
+                receipt = ShardReceipt.from_json(json.loads(data or b""))
+                if (receipt.plan, receipt.shard) == (fingerprint, shard):
+                    receipts[shard] = receipt
+    lengths = place.lengths(
+        file for receipt in receipts.values() for file in receipt.files
     )
-    return receipt if lengths_match else None
+    return {
+        shard: receipt
+        for shard, receipt in receipts.items()
+        if all(lengths.get(file.path) == file.bytes for file in receipt.files)
+    }

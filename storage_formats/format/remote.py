@@ -13,6 +13,7 @@ from pathlib import Path
 
 from storage_formats.arguments import as_count
 from storage_formats.atomic import write_bytes_atomic
+from storage_formats.cache import cache_directory
 from storage_formats.errors import CorruptIndexError, IncompleteIndexError, UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import MAX_MANIFEST_BYTES, CommittedIndex, Manifest
@@ -23,32 +24,13 @@ CLAIM = Layout(Path()).claim.as_posix()
 """Key of the object that a writer creates to keep other writers away from an index on
 an object store (SPEC.md section 12.4).
 """
+JOURNAL = Layout(Path()).journal.as_posix()
 ROOT = "index.json"
 REPLACED = b"{}"
 """The contents of `index.json` while a copy replaces the index."""
 
 # A cached snapshot that was not opened for this time, a week, is deleted.
 _KEPT_SECONDS = 7 * 86400.0
-
-
-def cache_directory() -> Path:
-    """Return the directory for cached files. This is the directory in the environment
-    variable `EDJE_CACHE` if it is set, and otherwise `edje-index` in the cache
-    directory of the user.
-
-    Raises:
-        UsageError: the user has no home directory, as in a container with a random user
-            id, and `EDJE_CACHE` is not set.
-    """
-    if configured := os.environ.get("EDJE_CACHE"):
-        return Path(configured).absolute()
-    parent = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    if parent.startswith("~"):
-        raise UsageError(
-            "this user has no home directory for cached files; set EDJE_CACHE to a"
-            " directory"
-        )
-    return Path(parent, "edje-index").absolute()
 
 
 def open_index(location: IndexLocation, snapshot: int | None = None) -> CommittedIndex:
@@ -78,6 +60,13 @@ def open_index(location: IndexLocation, snapshot: int | None = None) -> Committe
             ) from None
         manifest = Manifest.parse(version.data, folder.url_of(key))
     return CommittedIndex(_cached_snapshot(folder.url, version.data), manifest, folder)
+
+
+def index_exists(location: IndexLocation) -> bool:
+    """Return True if there is a finished index at `location`, a directory or a URL."""
+    if not is_url(location):
+        return Layout(Path(location)).manifest.exists()
+    return read_root(ObjectFolder.open(str(location)))[1] is not None
 
 
 def reopen_index(index: CommittedIndex) -> CommittedIndex:
@@ -132,13 +121,19 @@ def read_root(folder: ObjectFolder) -> tuple[ObjectVersion | None, Manifest | No
     )
 
 
+def is_changing(folder: ObjectFolder) -> bool:
+    """Return True if the index at the URL of `folder` has an unfinished change."""
+    return any(folder.info(key) is not None for key in (CLAIM, JOURNAL))
+
+
 def absent(folder: ObjectFolder) -> Exception:
     """Return the exception to raise if there is no readable index at the URL of
-    `folder`. The exception tells whether a copy to this URL is unfinished.
+    `folder`. The exception tells whether an index is being written there.
     """
-    if folder.info(CLAIM) is not None:
+    if is_changing(folder):
         return IncompleteIndexError(
-            f"the copy of an index to {folder.url} has not finished; run the copy again"
+            f"the index at {folder.url} is unfinished; if no process is writing it,"
+            " run the same command again to finish it"
         )
     return UsageError(f"there is no index at {folder.url}")
 

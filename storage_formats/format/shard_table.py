@@ -6,19 +6,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from storage_formats.atomic import write_bytes_atomic
 from storage_formats.format.checksum import crc32c
 from storage_formats.format.file_check import (
     FileEntry,
     committed_content,
     data_path,
 )
-from storage_formats.format.layout import SHARD_TABLE_FILE, Layout
+from storage_formats.format.layout import SHARD_TABLE_FILE
 from storage_formats.format.parquet import read_table
+
+if TYPE_CHECKING:
+    from storage_formats.format.place import Place
 
 # Lines per row group. A row group of this size is read in about 1 ms.
 _TABLE_GROUP_LINES = 4096
@@ -58,7 +61,7 @@ def table_lines(table: pa.Table) -> list[tuple[int, FileEntry]]:
 
 
 def write_shard_table(
-    layout: Layout, files: Iterable[tuple[int, FileEntry]]
+    place: Place, files: Iterable[tuple[int, FileEntry]]
 ) -> FileEntry:
     """Write a shard table with one line per pair (shard number, file entry) in `files`,
     sorted by shard and path. Return the file entry of the table.
@@ -75,10 +78,10 @@ def write_shard_table(
     )
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", row_group_size=_TABLE_GROUP_LINES)
-    return write_named_file(layout, SHARD_TABLE_FILE, sink.getvalue().to_pybytes())
+    return write_named_file(place, SHARD_TABLE_FILE, sink.getvalue().to_pybytes())
 
 
-def write_named_file(layout: Layout, name: str, data: bytes) -> FileEntry:
+def write_named_file(place: Place, name: str, data: bytes) -> FileEntry:
     """Write a file that is named after its CRC-32C, and return its entry.
 
     Args:
@@ -86,5 +89,5 @@ def write_named_file(layout: Layout, name: str, data: bytes) -> FileEntry:
     """
     crc = crc32c(data)
     entry = FileEntry(name.format(crc), len(data), crc)
-    write_bytes_atomic(layout.root / entry.path, data, layout.staging)
+    place.write(place.root / entry.path, data)
     return entry

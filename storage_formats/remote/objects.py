@@ -381,6 +381,12 @@ class ObjectFolder:
             ) from error
         return ObjectVersion(data, result["e_tag"], result["version"])
 
+    def copy(self, key: str, target: str) -> None:
+        """Copy an object of this folder to the key `target`, within the server."""
+        import obstore
+
+        self._repeated(key, lambda: obstore.copy(self.store, key, target))
+
     def delete(self, keys: list[str]) -> None:
         """Delete objects. Objects that do not exist are skipped."""
         import obstore

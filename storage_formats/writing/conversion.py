@@ -16,7 +16,11 @@ import numpy as np
 from storage_formats.arrays import holes
 from storage_formats.errors import CorruptIndexError, TaskInterrupted
 from storage_formats.format.layout import IndexSpec, OffsetBlock
-from storage_formats.format.manifest import CommittedIndex, kept_snapshots
+from storage_formats.format.manifest import (
+    CommittedIndex,
+    kept_snapshots,
+    offset_files,
+)
 from storage_formats.format.offset import (
     SAMPLE_BLOCKS,
     Offset,
@@ -24,7 +28,9 @@ from storage_formats.format.offset import (
     offset_block,
     read_offset,
 )
+from storage_formats.format.places import open_place
 from storage_formats.format.receipts import ShardReceipt
+from storage_formats.format.remote import open_index
 from storage_formats.format.tombstones import evenly_spaced_rows
 from storage_formats.token_store import TokenStore
 from storage_formats.writing.shard_writer import ShardWriter
@@ -39,7 +45,7 @@ class ConversionTask:
     """The conversion of one shard.
 
     Attributes:
-        root: directory of the index.
+        root: path or URL of the index.
         shard: number of the shard.
         spec: shape of the index after the conversion.
         source: name of the precision to read.
@@ -82,7 +88,9 @@ def choose_offset(
     if blocks:
         # The values of the offset block are the same in all snapshots. Only the lists
         # of precisions that use the offset block differ.
-        offset = read_offset(index.root, next(iter(blocks.values())))
+        spec = next(iter(blocks.values()))
+        index.fetch(offset_files(spec))
+        offset = read_offset(index.root, spec)
     if offset is None:
         offset = sampled_offset(index, source)
     if offset is None:
@@ -142,10 +150,11 @@ def convert_shard(
     rows = np.array(task.spec.shard_rows(task.shard))
     missing = 0
     # Deleted rows are converted too, because a rollback can restore them.
-    index = CommittedIndex.open(task.root).undeleted()
+    index = open_index(task.root).undeleted()
     with (
+        open_place(task.root) as place,
         TokenStore(index, task.source) as store,
-        ShardWriter(task.root, task.spec, task.shard, task.targets) as writer,
+        ShardWriter(place, task.spec, task.shard, task.targets) as writer,
     ):
         step = max(1, _PIECE_BYTES // store.record_bytes)
         pieces = np.split(rows, range(step, len(rows), step))

@@ -12,8 +12,9 @@ import pyarrow as pa
 from storage_formats.arrays import Floats, Ints
 from storage_formats.errors import TaskInterrupted
 from storage_formats.format.committed_files import CommittedFiles
-from storage_formats.format.layout import EMBEDDING_FILE, IndexSpec, Layout
+from storage_formats.format.layout import EMBEDDING_FILE, IndexSpec
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import (
     DUPLICATE,
@@ -47,7 +48,7 @@ class RowCopier:
 
     Args:
         source: index to read.
-        target: layout of the index to write.
+        target: place of the index to write.
         spec: shape of the index to write.
         renumber: takes row ids of the source, and returns their row ids in the target,
             or -1 for rows that are not copied.
@@ -57,7 +58,7 @@ class RowCopier:
     def __init__(
         self,
         source: CommittedIndex,
-        target: Layout,
+        target: Place,
         spec: IndexSpec,
         renumber: Callable[[Ints], Ints],
         erased: Tombstones | None = None,
@@ -106,7 +107,7 @@ class RowCopier:
         if self._erased is not None:
             rows = without_rows(rows, self._erased)
         indexed = np.flatnonzero(rows["status"].to_numpy() == INDEXED)
-        with ShardWriter(self._target.root, self._spec, shard) as writer:
+        with ShardWriter(self._target, self._spec, shard) as writer:
             for name, file in writer.tokens.items():
                 size = file.codec.record_bytes
                 step = max(1, PIECE_BYTES // size)

@@ -5,11 +5,8 @@ copied byte by byte (SPEC.md section 12.4).
 from __future__ import annotations
 
 import contextlib
-import datetime
-import json
 import os
 import shutil
-import socket
 import uuid
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -41,23 +38,14 @@ from storage_formats.format.manifest import (
     kept_snapshots,
     named_files,
 )
-from storage_formats.format.remote import CLAIM, REPLACED, ROOT, open_index, read_root
+from storage_formats.format.prefix import CHECKSUM, Prefix
+from storage_formats.format.remote import REPLACED, ROOT, open_index
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.remote.objects import (
     CHUNK_BYTES,
     Chunk,
-    ObjectChangedError,
-    ObjectFolder,
-    ObjectStoreError,
-    ObjectVersion,
-    UncertainWriteError,
 )
-from storage_formats.remote.urls import STORE_SCHEMES
 from storage_formats.system_calls import promised
-
-# key of the CRC-32C of an object in the metadata of this object
-_CHECKSUM = "crc32c"
-_MAX_CLAIM_BYTES = 1 << 20
 
 
 def files_to_copy(index: CommittedIndex) -> list[FileEntry]:
@@ -128,37 +116,28 @@ class RemoteCopy:
 
     Attributes:
         index: index to copy.
-        folder: destination.
-        replaced: the `index.json` that the copy will replace. None if the destination
-            has no `index.json`.
-        writer: name of this copy in the claim object. Copies of the same snapshot have
-            the same name.
+        place: destination.
+        replaced: bytes of the `index.json` that the copy will replace. None if the
+            destination has no index, or one that is discarded.
     """
 
     index: CommittedIndex
-    folder: ObjectFolder
-    replaced: ObjectVersion | None
-    writer: str
+    place: Prefix
+    replaced: bytes | None
 
     def put(self, entry: FileEntry) -> bool:
         """Copy the file `entry`, and compare the sent bytes with `entry`. Return False
         without a copy if the destination already has an object with the same path,
         length and CRC-32C.
         """
-        info = self.folder.info(entry.path)
-        checksum = to_hex(entry.crc32c)
+        info = self.place.folder.info(entry.path)
         if (
             info is not None
             and info.size == entry.bytes
-            and info.metadata.get(_CHECKSUM) == checksum
+            and info.metadata.get(CHECKSUM) == to_hex(entry.crc32c)
         ):
             return False
-        self.folder.put(
-            entry.path,
-            lambda: file_contents(self.index, entry),
-            length=entry.bytes,
-            metadata={_CHECKSUM: checksum},
-        )
+        self.place.upload(entry, lambda: file_contents(self.index, entry))
         return True
 
     def commit(self) -> None:
@@ -170,41 +149,12 @@ class RemoteCopy:
                 confirm the commit.
         """
         data = manifest_bytes(self.index)
-        replaced = self.replaced
-        folder = self.folder
-        try:
-            # The claim may be gone because another copy of the same snapshot, which has
-            # the same claim, has ended. Then `index.json` already has the right bytes.
-            if _claimed_by(folder) != self.writer:
-                version, _ = read_root(folder)
-                if version is None or version.data != data:
-                    raise ObjectChangedError(
-                        f"another writer removed {folder.url_of(CLAIM)}"
-                    )
-            if replaced is not None and replaced.data not in (data, REPLACED):
-                number = Manifest.parse(
-                    replaced.data, folder.url_of(ROOT)
-                ).snapshot.number
-                if number != self.index.manifest.snapshot.number:
-                    kept = replaced.data
-                    key = Layout(Path()).snapshot(number).as_posix()
-                    folder.put(
-                        key,
-                        lambda: [kept],
-                        length=len(kept),
-                        metadata={_CHECKSUM: to_hex(crc32c(kept))},
-                    )
-            folder.replace(ROOT, data, replaced)
-        except UncertainWriteError as error:
-            raise EdjeError(
-                f"the copy may be complete: {error}. Once the store responds, run the"
-                " copy again, which then copies only what is missing"
-            ) from error
-        except ObjectChangedError as error:
-            raise EdjeError(
-                f"{error} during the copy, so the copy did not write index.json. Run"
-                " the copy again once no other process writes to the destination"
-            ) from error
+        place = self.place
+        if self.replaced not in (None, data):
+            number = Manifest.parse(self.replaced, place.location).snapshot.number
+            if number != self.index.manifest.snapshot.number:
+                place.write(place.snapshot(number), self.replaced)
+        place.commit(data)
 
     def remove_others(self, entries: Collection[FileEntry]) -> None:
         """Delete each data file and each manifest in `snapshots/` of the destination
@@ -212,24 +162,23 @@ class RemoteCopy:
         gone, because another writer may need the objects.
         """
         named = {entry.path for entry in entries}
+        folder = self.place.folder
         unnamed = [
-            key for key in self.folder.list_sizes() if is_data(key) and key not in named
+            key for key in folder.list_sizes() if is_data(key) and key not in named
         ]
-        if _claimed_by(self.folder) == self.writer:
+        if self.place.is_claimed():
             # The manifests of snapshots are deleted first, so that a manifest never
             # names deleted files.
             unnamed.sort(key=lambda key: SNAPSHOT_FILE.fullmatch(key) is None)
-            self.folder.delete(unnamed)
+            folder.delete(unnamed)
 
 
 @contextlib.contextmanager
 def begin_remote_copy(
-    index: CommittedIndex, folder: ObjectFolder, *, replace: bool = False
+    index: CommittedIndex, url: str, *, replace: bool = False
 ) -> Iterator[RemoteCopy]:
-    """Begin to copy `index` to an object store, or resume an earlier copy of the same
-    snapshot.
-
-    In the `with` block, the object `build/claim.json` keeps other writers away.
+    """Begin to copy `index` to an object store. The copy sends only the files that are
+    not at the destination.
 
     Args:
         replace: True allows the copy to discard snapshots and files of the index at the
@@ -239,44 +188,28 @@ def begin_remote_copy(
     Raises:
         UsageError: the destination is read-only, or has an index that the copy would
             discard.
-        EdjeError: another copy to the destination is running or was killed.
+        EdjeError: another process is changing the destination.
     """
-    if folder.scheme not in STORE_SCHEMES:
-        raise UsageError(
-            f"{folder.url} can only be read; write to a URL that begins with s3://,"
-            " gs://, az:// or hf://datasets/",
-            parameter="out",
-        )
-    writer = f"copy {to_hex(crc32c(manifest_bytes(index)))}"
-    _claim(folder, writer)
-    try:
+    with Prefix.open(url) as place, place.claimed():
+        replaced = place.read(place.manifest)
         manifest: Manifest | None = None
-        try:
-            version, manifest = read_root(folder)
-        except (CorruptIndexError, UsageError):
-            # A damaged `index.json` can be replaced. Only the version of this object is
-            # needed for that.
-            if not replace:
-                raise
-            info = folder.info(ROOT)
-            version = None
-            if info is not None:
-                version = ObjectVersion(b"", info.etag, info.version)
-        if manifest is not None and (lost := what_is_lost(index, folder.url, manifest)):
+        if replaced not in (None, REPLACED):
+            try:
+                manifest = Manifest.parse(replaced, place.folder.url_of(ROOT))
+            except (CorruptIndexError, UsageError):
+                # a damaged `index.json` can be replaced
+                if not replace:
+                    raise
+        if manifest is not None and (lost := what_is_lost(index, url, manifest)):
             if not replace:
                 raise UsageError(lost, parameter="out")
             manifest = None
         # `index.json` is overwritten and not deleted. An object store deletes without a
         # condition, so a delayed request could remove the `index.json` of the copy.
-        if manifest is None and version is not None:
-            version = folder.replace(ROOT, REPLACED, version)
-        yield RemoteCopy(index, folder, version, writer)
-    finally:
-        # If the store fails here, the claim stays. The next copy of the same snapshot
-        # takes it over.
-        with contextlib.suppress(ObjectStoreError):
-            if _claimed_by(folder) == writer:
-                folder.delete([CLAIM])
+        if manifest is None and replaced is not None:
+            place.commit(REPLACED)
+            replaced = None
+        yield RemoteCopy(index, place, replaced)
 
 
 def is_data(key: str) -> bool:
@@ -284,45 +217,6 @@ def is_data(key: str) -> bool:
     manifest of an earlier snapshot.
     """
     return is_data_file(key) or SNAPSHOT_FILE.fullmatch(key) is not None
-
-
-def _claim(folder: ObjectFolder, writer: str) -> None:
-    """Create the claim of `writer`. If a claim of the same writer exists, it is taken
-    over, because it may come from a killed process.
-
-    Raises:
-        EdjeError: another writer has the claim.
-    """
-    owner = f"process {os.getpid()} on {socket.gethostname()}"
-    claim = {
-        "writer": writer,
-        "owner": owner,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(),
-    }
-    try:
-        folder.replace(CLAIM, json.dumps(claim).encode(), None)
-    except ObjectChangedError:
-        other = _read_claim(folder)
-        if other.get("writer") != writer:
-            raise EdjeError(
-                f"another copy to {folder.url} is running or was killed"
-                f" ({other.get('owner', 'unknown owner')}, since"
-                f" {other.get('created')}); wait until it ends. If its process does not"
-                f" run any more, delete the object {folder.url_of(CLAIM)}"
-            ) from None
-
-
-def _claimed_by(folder: ObjectFolder) -> str | None:
-    """Return the name of the writer that has the claim; None if there is no claim."""
-    return _read_claim(folder).get("writer")
-
-
-def _read_claim(folder: ObjectFolder) -> dict[str, str]:
-    try:
-        claim = json.loads(folder.read(CLAIM, _MAX_CLAIM_BYTES).data)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return claim if isinstance(claim, dict) else {}
 
 
 def what_is_lost(index: CommittedIndex, url: str, manifest: Manifest) -> str | None:

@@ -15,7 +15,6 @@ import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -25,7 +24,6 @@ import pyarrow as pa
 from storage_formats.arguments import (
     as_count,
     as_list,
-    as_path,
     as_text,
     refuse_pickle,
     repr_of,
@@ -40,9 +38,10 @@ from storage_formats.change import (
 )
 from storage_formats.codecs import BF16, Blocks, codec
 from storage_formats.errors import UsageError
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import Ann, Manifest
-from storage_formats.format.receipts import ShardReceipt, fingerprint
+from storage_formats.format.places import Place
+from storage_formats.format.receipts import ShardReceipt, fetch_tables, fingerprint
 from storage_formats.format.rows import (
     ROW_SCHEMA,
     RowEntry,
@@ -59,11 +58,12 @@ from storage_formats.format.source_columns import (
     python_value,
     stored_name,
 )
+from storage_formats.remote.urls import IndexLocation, index_location
 from storage_formats.writing.publish import new_manifest
 from storage_formats.writing.shard_writer import ShardWriter
 from storage_formats.writing.token_shard import refuse_outside
 
-BuildAnn: TypeAlias = Callable[[Path, IndexSpec], Ann]
+BuildAnn: TypeAlias = Callable[[Place, IndexSpec], Ann]
 Rows: TypeAlias = Sequence[str] | Mapping[str, Any] | pa.Table | pa.RecordBatch
 
 ROW_COLUMNS = ("uri", "uri_raw", "size", "content_hash", "width", "height")
@@ -102,9 +102,9 @@ class IndexWriter:
         (2, 4, 16)
     """
 
-    def __init__(self, root: Path, spec: IndexSpec, encoder: str) -> None:
+    def __init__(self, root: IndexLocation, spec: IndexSpec, encoder: str) -> None:
         """Do not call this: use `IndexWriter.create`."""
-        self._layout = Layout(root)
+        self._location = root
         # The number of rows of the index is not known yet, so `spec.rows` is the number
         # of rows of one shard.
         self._spec = spec
@@ -131,7 +131,7 @@ class IndexWriter:
     @classmethod
     def create(
         cls,
-        path: str | Path,
+        path: IndexLocation,
         *,
         block_shape: tuple[int, int],
         embed_dim: int,
@@ -139,13 +139,13 @@ class IndexWriter:
         shard_size: int = 1024,
         encoder: str = "unknown",
     ) -> IndexWriter:
-        """Begin a new index in a new or empty directory.
+        """Begin a new index in a new or empty directory, or at a URL.
 
         If the process of an earlier writer was killed and left an unfinished index at
         `path`, the unfinished index is removed first.
 
         Args:
-            path: directory of the index.
+            path: directory of the index, or its URL (s3://, gs://, az://).
             block_shape: (m, d), tokens per block and values per token.
             embed_dim: width of the embeddings.
             precisions: names of the precisions to store, from
@@ -170,7 +170,7 @@ class IndexWriter:
         spec = IndexSpec(rows, rows, (m, d), width, tuple(dict.fromkeys(names)))
         if not spec.precisions:
             raise UsageError("precisions is empty; name at least one precision")
-        root = as_path(path, "path")
+        root = index_location(path)
         writer = cls(root, spec, as_text(encoder, "encoder"))
         # A change is resumed only if its request is equal. A random request makes sure
         # that the writer never resumes the change of an earlier writer.
@@ -179,7 +179,7 @@ class IndexWriter:
         writer._change = writer._held_change.enter_context(change)
         return writer
 
-    __repr__ = repr_of("_layout.root", "_spec")
+    __repr__ = repr_of("_location", "_spec")
     __reduce__ = refuse_pickle("let one process write, and send it the arrays")
 
     def __len__(self) -> int:
@@ -285,8 +285,8 @@ class IndexWriter:
         method.
 
         Args:
-            build_ann: called as `build_ann(root, spec)`. It writes a nearest-neighbour
-                index to the index at `root`, which has the shape `spec`, and returns
+            build_ann: called as `build_ann(place, spec)`. It writes a nearest-neighbour
+                index to the index at `place`, which has the shape `spec`, and returns
                 the value of `ann` in `index.json`. None writes no nearest-neighbour
                 index.
 
@@ -304,22 +304,23 @@ class IndexWriter:
                 self._release()
 
     def _committed(self, build_ann: BuildAnn | None) -> Manifest:
-        root = self._layout.root
+        place = self._change.layout
         rows = len(self)
         if not rows:
             raise UsageError(
-                f"no row was appended to {root}; append at least one row before you"
-                " finish the index"
+                f"no row was appended to {place.location}; append at least one row"
+                " before you finish the index"
             )
         if self._held:
             self._commit_shard()
         spec = replace(self._spec, rows=rows)
-        begin_index(root, spec)
+        begin_index(place, spec)
+        fetch_tables(place, self._receipts)
         fingerprint = hashlib.sha256(self._encoder.encode()).hexdigest()
         model = {"encoder": self._encoder, "fingerprint": fingerprint}
-        ann: Ann = {"kind": "none"} if build_ann is None else build_ann(root, spec)
+        ann: Ann = {"kind": "none"} if build_ann is None else build_ann(place, spec)
         manifest = new_manifest(
-            self._layout,
+            place,
             spec,
             self._receipts,
             self._columns.columns(),
@@ -366,7 +367,8 @@ class IndexWriter:
     def _commit_shard(self) -> None:
         held = self._held
         spec = replace(self._spec, rows=len(self))
-        with ShardWriter(self._layout.root, spec, len(self._receipts)) as writer:
+        place = self._change.layout
+        with ShardWriter(place, spec, len(self._receipts)) as writer:
             positions = np.arange(held, dtype=np.int64)
             writer.put(positions, self._blocks[:held], self._embeddings[:held])
             table = with_source_values(
@@ -381,7 +383,7 @@ class IndexWriter:
     def _check_open(self) -> None:
         if not self._open:
             raise UsageError(
-                f"the writer of {self._layout.root} is closed; create a new writer"
+                f"the writer of {self._location} is closed; create a new writer"
             )
 
     def _check_shapes(self, blocks: Array, embeddings: Array) -> None:

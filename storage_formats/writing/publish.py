@@ -17,7 +17,6 @@ from storage_formats.format.layout import (
     ROWS_FILE,
     TOMBSTONES_FILE,
     IndexSpec,
-    Layout,
     Segment,
 )
 from storage_formats.format.manifest import (
@@ -28,6 +27,7 @@ from storage_formats.format.manifest import (
     Snapshot,
     created_by,
 )
+from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.shard_table import write_named_file, write_shard_table
 from storage_formats.format.source_columns import SourceColumn
@@ -35,7 +35,7 @@ from storage_formats.format.tombstones import Tombstones
 
 
 def new_manifest(
-    layout: Layout,
+    layout: Place,
     spec: IndexSpec,
     receipts: Sequence[ShardReceipt],
     columns: Sequence[SourceColumn] = (),
@@ -93,12 +93,12 @@ def new_manifest(
 
 
 def write_tables(
-    layout: Layout,
+    layout: Place,
     spec: IndexSpec,
     receipts: Sequence[ShardReceipt],
     columns: Sequence[SourceColumn],
     before: CommittedIndex | None = None,
-    written: Layout | None = None,
+    written: Place | None = None,
 ) -> Json:
     """Write the shard tables and the filter tables of the segments of `spec`. Return
     values for the attributes `shard_tables` and `filter_tables` of `Manifest`.
@@ -109,7 +109,7 @@ def write_tables(
         columns: source columns of the index after the change.
         before: the index before the change. Tables of unchanged segments are reused.
             None if the index is new.
-        written: layout with the files of `receipts`, if they will replace files of
+        written: place with the files of `receipts`, if they will replace files of
             `layout` later.
     """
     written = written or layout
@@ -161,6 +161,8 @@ def write_tables(
                 for shard, file in of_segment
                 if file.path == ROWS_FILE.format(shard)
             }
+            for source, file in rows.values():
+                source.fetch([file])
             filters[segment] = write_filter_table(layout, spec, segment, rows, columns)
     return {
         "shard_tables": tuple(tables[segment] for segment in spec.used_segments),
@@ -169,7 +171,7 @@ def write_tables(
 
 
 def with_tombstones(
-    layout: Layout, spec: IndexSpec, snapshot: Snapshot, tombstones: Tombstones
+    layout: Place, spec: IndexSpec, snapshot: Snapshot, tombstones: Tombstones
 ) -> Snapshot:
     """Write the tombstones file, unless no row is deleted. Return `snapshot` with the
     rows of `tombstones` as its deleted rows.

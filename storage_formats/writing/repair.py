@@ -21,6 +21,7 @@ from storage_formats.format.file_check import FileEntry, check_file
 from storage_formats.format.index_files import IndexFile
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.offset import open_codec
+from storage_formats.format.places import Place
 from storage_formats.writing.shard_writer import ShardWriter
 
 EncodeAgain = Callable[[Ints], Mapping[int, Blocks]]
@@ -50,7 +51,9 @@ class ShardRepair:
     """Repairs the token files and the checksum files of one shard.
 
     Args:
-        files: entries of the files of the shard in the shard table, keyed by path.
+        place: place of the index.
+        files: entries of the files of the shard in the shard table, keyed by path. On
+            an object store, they must have been downloaded.
         encode_again: function that encodes images of the shard again. None repairs
             without the sources.
 
@@ -62,11 +65,13 @@ class ShardRepair:
 
     def __init__(
         self,
+        place: Place,
         index: CommittedIndex,
         shard: int,
         files: Mapping[str, FileEntry],
         encode_again: EncodeAgain | None = None,
     ) -> None:
+        self._place = place
         self._layout = index.layout
         self._spec = index.spec
         self._shard = shard
@@ -200,8 +205,7 @@ class ShardRepair:
         Otherwise change nothing and return False.
         """
         name = token_codec.name
-        root = self._layout.root
-        with ShardWriter(root, self._spec, self._shard, [name]) as writer:
+        with ShardWriter(self._place, self._spec, self._shard, [name]) as writer:
             present = np.flatnonzero(~holes(token_codec.decode(records)))
             writer.tokens[name].put(present, records[present])
             writer.stage_tokens()

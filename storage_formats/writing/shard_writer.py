@@ -17,12 +17,13 @@ import numpy as np
 import pyarrow as pa
 
 from storage_formats.arrays import Floats, Ints
-from storage_formats.atomic import fsync_paths, json_bytes, make_directories, naming
+from storage_formats.atomic import json_bytes, naming
 from storage_formats.codecs import Blocks
 from storage_formats.format.checksum import crc32c, crc32c_file
 from storage_formats.format.file_check import FileEntry
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec
 from storage_formats.format.offset import stored_codec
+from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import (
     DUPLICATE,
@@ -30,7 +31,6 @@ from storage_formats.format.rows import (
     failures_by_reason,
     write_rows,
 )
-from storage_formats.system_calls import promised
 from storage_formats.writing.token_shard import TokenShardFile, outside, refuse_outside
 
 
@@ -45,7 +45,7 @@ class ShardWriter:
     worker of an earlier attempt was taken for dead but still runs, its commit fails.
 
     Args:
-        root: directory of the index.
+        place: place of the index.
         spec: shape of the index.
         shard: number of the shard.
         precisions: names of the precisions whose token files are written. None writes
@@ -58,15 +58,18 @@ class ShardWriter:
 
     def __init__(
         self,
-        root: str | Path,
+        place: Place,
         spec: IndexSpec,
         shard: int,
         precisions: Iterable[str] | None = None,
     ) -> None:
-        layout = Layout(Path(root))
+        layout = place
         self._layout = layout
+        if spec.offset is not None:
+            place.get(place.offset_values)
         self._shard = shard
         self._spec = spec
+        place.begin_task()
         for earlier in layout.staging.glob(f"{shard:08d}-*"):
             # A rename moves the whole directory away in one step, even if the worker of
             # the earlier attempt is adding a file to it.
@@ -210,19 +213,13 @@ class ShardWriter:
         self.tokens.clear()
 
     def commit_files(self) -> tuple[FileEntry, ...]:
-        """Finish the token files, flush all staged files, and rename each to its final
-        path. Return the entries of the files.
+        """Finish the token files, and move all staged files to their final paths.
+        Return the entries of the files.
         """
         self.stage_tokens()
         staged = self.staged
         self.staged = []
-        fsync_paths(path for path, _ in staged)
-        finals = [self._layout.root / entry.path for _, entry in staged]
-        for (path, _), final in zip(staged, finals, strict=True):
-            make_directories(final.parent)
-            with promised("rename", final):
-                path.replace(final)
-        fsync_paths(final.parent for final in finals)
+        self._layout.put(staged)
         return tuple(entry for _, entry in staged)
 
     def commit_receipt(self, receipt: ShardReceipt) -> None:

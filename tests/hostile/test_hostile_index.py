@@ -25,6 +25,7 @@ from storage_formats import CorruptIndexError, TokenStore
 from storage_formats.format.file_check import FileEntry
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Manifest
+from storage_formats.format.places import Directory
 from storage_formats.format.rows import ROW_SCHEMA
 from storage_formats.format.shard_table import read_shard_table, write_shard_table
 from tests.conftest import REPO, write_random_index
@@ -37,7 +38,7 @@ def layout(tmp_path):
     root = tmp_path / "index"
     write_random_index(root, SPEC)
     add_ann(root)
-    return Layout(root)
+    return Directory(root)
 
 
 @pytest.fixture(scope="module")

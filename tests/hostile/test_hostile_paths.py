@@ -15,7 +15,7 @@ from edje_index.errors import ModelError
 from edje_index.scoring.weights import DirectionWeights
 from storage_formats import CorruptIndexError, Manifest
 from storage_formats.format.checksum import json_checksum
-from storage_formats.format.layout import Layout
+from storage_formats.format.places import Directory
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.shard_table import (
     FileEntry,
@@ -50,7 +50,7 @@ NAMES = [
 def layout(tmp_path_factory):
     root = tmp_path_factory.mktemp("hostile") / "index"
     write_random_index(root, SPEC)
-    return Layout(root)
+    return Directory(root)
 
 
 def entries(value, *path):

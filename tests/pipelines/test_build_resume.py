@@ -16,6 +16,7 @@ from storage_formats import verify_index
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.journal import read_journal
 from storage_formats.format.layout import Layout
+from storage_formats.format.places import Directory
 from storage_formats.format.rows import read_rows
 from tests.pipelines.conftest import run_build, stop_after_one_shard, write_photo
 
@@ -32,7 +33,7 @@ def finished_before(config):
 
 def test_lists_of_inputs_that_were_swapped_or_lost_are_one_clear_error(config):
     stop_after_one_shard(run_build, config())
-    layout = Layout(config().out)
+    layout = Directory(config().out)
     plan = Plan.parse(read_journal(config().out).plan)
     refs = [
         ref

@@ -121,12 +121,12 @@ def test_a_parameter_is_declared_once(tmp_path, monkeypatch):
         (["build", "photos", "--out", "index", "--batch-size", "x"], "batch-size"),
         (["build", "photos", "--out", "index", "--engine", "spark"], "engine"),
         (
-            ["build", "photos", "--model", ".", "--out", "s3://b/n"],
+            ["build", "photos", "--model", "s3://b/n", "--out", "index"],
             "s3://b/n is a URL, but a path on this machine is needed",
         ),
         (
-            ["build", "photos", "--model", ".", "--out", "https://u:word@host/n"],
-            "https://...@host/n is a URL, but a path on this machine is needed",
+            ["build", "photos", "--model", ".", "--out", "ftp://u:word@host/n"],
+            "cannot be at ftp://...@host/n; give a directory, or a URL",
         ),
         (["info", "ftp://u:word@host/n"], "cannot be at ftp://...@host/n; give a dir"),
         (["info", "http://[::1/n"], "cannot use the URL http://[::1/n: invalid IPv6"),

@@ -33,6 +33,7 @@ from storage_formats import (
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.places import Directory
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import problems_and_counts, same_bits, write_random_index
 
@@ -203,12 +204,12 @@ def holders(root: Path, needle: bytes) -> list[str]:
 def test_a_reader_ends_an_erasure_that_was_killed_after_its_commit(index, monkeypatch):
     root, blocks = index
 
-    def killed(layout: Layout) -> None:
+    def killed(layout: Directory) -> None:
         if layout.erased.exists():
             raise OSError(5, "killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(change, "replace_shards", killed)
+        patch.setattr(Directory, "move_erased", killed)
         with pytest.raises(change.EdjeError, match="the change is committed"):
             delete_rows(root, rows=[3], erase=True)
     with TokenStore.open(root) as store:

@@ -21,8 +21,8 @@ from storage_formats import (
     verify_index,
 )
 from storage_formats.change import write_array_shapes
-from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import Manifest
+from storage_formats.format.places import Directory
 from storage_formats.format.shard_table import (
     FileEntry,
     read_shard_table,
@@ -111,7 +111,7 @@ def test_a_stopped_copy_is_resumed(index, tmp_path):
 def test_a_copy_during_an_append_describes_its_own_rows(index, tmp_path):
     expected = contents(index)
     # an append does so before it writes index.json
-    write_array_shapes(Layout(index), replace(SMALL, rows=1000))
+    write_array_shapes(Directory(index), replace(SMALL, rows=1000))
     copy_index(index, tmp_path / "copy")
     assert contents(tmp_path / "copy") == expected
     assert verify_index(tmp_path / "copy") == []
@@ -142,8 +142,8 @@ def test_a_table_cannot_name_other_files_than_data_files(index, tmp_path, path):
     manifest = Manifest.load(index)
     [table] = manifest.shard_tables
     files = read_shard_table(index, table)
-    named = write_shard_table(Layout(index), [*files, (0, FileEntry(path, 5, 0))])
-    replace(manifest, shard_tables=(named,)).write(Layout(index))
+    named = write_shard_table(Directory(index), [*files, (0, FileEntry(path, 5, 0))])
+    replace(manifest, shard_tables=(named,)).write(Directory(index))
     with pytest.raises(
         CorruptIndexError,
         match=f"'{re.escape(path)}' is not the path of a (data file|file inside)",
@@ -172,8 +172,8 @@ def test_what_cannot_be_copied_is_refused(index, tmp_path, run):
     code, _, err = run("copy", index, "https://example.com/photos.edje")
     assert code == 2
     assert (
-        "can only be read; write to a URL that begins with s3://, gs://, az:// or"
-        " hf://datasets/" in err
+        "can only be read; write to a URL that begins with s3://, gs:// or az://, or"
+        " copy an index to hf://datasets/" in err
     )
     code, _, err = run("copy", index, tmp_path / "copy", "--replace")
     assert code == 2

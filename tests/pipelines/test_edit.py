@@ -27,8 +27,8 @@ from storage_formats import (
     verify_index,
 )
 from storage_formats.format.edits import EDIT_SCHEMA, GIVEN, Edits
-from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.places import Directory
 from tests.conftest import problems_and_counts, write_random_index
 from tests.pipelines.conftest import stop_after_one_shard
 
@@ -245,8 +245,8 @@ def test_edits_from_elsewhere_are_checked(index, row_id, value):
     set_columns(index, [36], {"c": [1]})
     opened = CommittedIndex.open(index)
     lines = pa.table([[row_id], ["c"], [value]], schema=EDIT_SCHEMA)
-    entries = Edits(SPEC.shard_size, lines).write(Layout(index), SPEC)
-    replace(opened.manifest, edits=entries).write(Layout(index))
+    entries = Edits(SPEC.shard_size, lines).write(Directory(index), SPEC)
+    replace(opened.manifest, edits=entries).write(Directory(index))
     with pytest.raises(CorruptIndexError, match="cannot read"):
         read_rows(index, columns=["c"])
     assert verify_index(index)

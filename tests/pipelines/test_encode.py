@@ -21,8 +21,9 @@ from pipelines.jobs.encode import ShardWorker
 from pipelines.jobs.plan import BuildSettings
 from pipelines.progress.events import StatusMessage
 from storage_formats.change import begin_index
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.places import Directory
 from tests.pipelines.conftest import run_build, stop_after_one_shard, write_photo
 
 SETTINGS = BuildSettings.choose(
@@ -111,14 +112,14 @@ def tasks(tmp_path):
     """Four shards of six photos, which are encoded one by one."""
     spec = IndexSpec(rows=24, shard_size=6, block_shape=(4, 16), embed_dim=24)
     root = tmp_path / "index"
-    begin_index(root, spec)
+    begin_index(Directory(root), spec)
     refs = []
     for name in range(24):
         path = tmp_path / f"{name}.jpg"
         write_photo(path, name)
         refs.append(InputRef(str(path), bytes(path)))
-    Layout(root).input_lists.mkdir()
-    write_input_lists(Layout(root), refs, spec.shard_size)
+    Directory(root).input_lists.mkdir()
+    write_input_lists(Directory(root), refs, spec.shard_size)
     return [
         ShardTask(str(root), shard, spec, "plan", 1, DecodeSettings(), 1)
         for shard in range(4)

@@ -37,8 +37,9 @@ from storage_formats.cgroups import available_memory
 from storage_formats.errors import UsageError
 from storage_formats.format.journal import read_journal
 from storage_formats.format.json_values import read_json
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.places import Directory
 from tests.conftest import write_files
 from tests.pipelines.conftest import run_build, stop_after_one_shard
 
@@ -76,7 +77,7 @@ def test_a_plan_holds_every_input_and_is_resumed_without_looking_at_the_sources(
     refs = [
         ref
         for shard in range(3)
-        for ref in read_shard_inputs(Layout(config().out), made.spec, shard)
+        for ref in read_shard_inputs(Directory(config().out), made.spec, shard)
     ]
     assert [os.path.basename(ref.path).decode() for ref in refs] == [
         f"{name:02d}.jpg" for name in range(10)
@@ -275,7 +276,7 @@ def test_workers_share_the_gpus_evenly(config, monkeypatch, workers, share):
         encode, "open_engine", lambda *_, gpus, **__: shares.append(gpus)
     )
     encode.encoding(
-        SimpleNamespace(layout=Layout(request.out)),
+        SimpleNamespace(layout=Directory(request.out)),
         dataclasses.replace(stored, settings=on_gpus),
         Execution("ray", workers),
         print,
@@ -363,7 +364,7 @@ def test_an_estimate_agrees_with_the_build_and_writes_nothing(config, tmp_path):
         CommittedIndex.open(request.out).manifest.spec
     )
     used = sum(
-        path.stat().st_size for path in (Layout(request.out).tokens).rglob("c.*")
+        path.stat().st_size for path in (Directory(request.out).tokens).rglob("c.*")
     )
     assert 0.9 * used <= estimate["disk_bytes"]["tokens"] <= 1.2 * used
     assert (estimate["workers"], estimate["finished_shards"]) == (1, 0)

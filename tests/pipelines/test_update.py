@@ -45,7 +45,7 @@ from storage_formats import (
     read_rows,
     verify_index,
 )
-from storage_formats.format.layout import Layout
+from storage_formats.format.places import Directory
 from tests.conftest import problems_and_counts
 from tests.pipelines.conftest import run_build, stop_after_one_shard, write_photo
 
@@ -404,7 +404,7 @@ def test_sources_of_appends_are_recorded(built, photos, tmp_path):
         for name, value in manifest.settings.items()
         if name != "indexed_sources"
     }
-    replace(manifest, settings=settings).write(Layout(built))
+    replace(manifest, settings=settings).write(Directory(built))
     with pytest.raises(
         UsageError,
         match="does not record the sources of all its rows; name all sources",
@@ -416,7 +416,7 @@ def test_new_sources_are_recorded_if_no_row_changes(built, photos, tmp_path):
     other = tmp_path / "other" / "x.jpg"
     other.parent.mkdir()
     shutil.copy(photos / "01.jpg", other)
-    manifest = Layout(built).manifest
+    manifest = Directory(built).manifest
     before = manifest.read_bytes()
     update(built)
     assert manifest.read_bytes() == before

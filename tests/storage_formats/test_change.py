@@ -28,8 +28,8 @@ from storage_formats.change import (
     collect_garbage,
 )
 from storage_formats.format.journal import Journal, read_journal, unfinished_journal
-from storage_formats.format.layout import Layout
 from storage_formats.format.lock import locked
+from storage_formats.format.places import Directory
 from tests.conftest import REPO, write_random_index
 
 SPEC = IndexSpec(rows=22, shard_size=8, block_shape=(2, 32), embed_dim=4)
@@ -94,7 +94,7 @@ def test_locks_of_one_machine_do_not_lose_a_change_of_another(index, monkeypatch
 
 
 def test_the_lock_file_of_an_index_stays(index):
-    layout = Layout(index[0])
+    layout = Directory(index[0])
     delete_rows(layout.root, [1])
     inode = layout.lock.stat().st_ino
     assert layout.lock.read_bytes() == b""
@@ -108,7 +108,7 @@ def kill(root, kind, plan=None):
         begun.store_plan(plan or {})
         raise KeyboardInterrupt
     if plan is None:
-        Journal(kind, {}, begun._journal.base).write(Layout(root))
+        Journal(kind, {}, begun._journal.base).write(Directory(root))
 
 
 @pytest.mark.parametrize("ends", ["the next change", "the removal of garbage"])
@@ -116,7 +116,7 @@ def test_files_of_killed_writers_are_removed(index, ends):
     root, _ = index
     names = ("tokens/offset/c.0.0", "rows/00000099.parquet", "ann/new.faiss")
     paths = [root / name for name in names]
-    paths.append(private_path(root / "index.json", Layout(root).staging))
+    paths.append(private_path(root / "index.json", Directory(root).staging))
     if ends == "the next change":
         kill(root, "append")
     for path in paths:
@@ -217,7 +217,7 @@ def test_a_change_with_work_is_resumed_refused_or_discarded_in_words(index, caps
 @pytest.mark.parametrize("damage", [b"", b"[]", b'{"kind": "append"}', b"[" * 100_000])
 def test_a_damaged_journal_is_one_clear_error_until_it_is_discarded(index, damage):
     root, _ = index
-    layout = Layout(root)
+    layout = Directory(root)
     layout.build.mkdir()
     layout.journal.write_bytes(damage)
     with pytest.raises(CorruptIndexError, match=r"journal\.json.*discard it") as caught:
@@ -255,4 +255,4 @@ def test_trouble_after_the_commit_is_told_and_the_next_change_ends_it(
     assert verify_index(root) == []
     assert unfinished_journal(root) is None
     assert delete_rows(root, [1]).snapshot == 2
-    assert not Layout(root).journal.exists()
+    assert not Directory(root).journal.exists()

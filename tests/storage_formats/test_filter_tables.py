@@ -26,8 +26,8 @@ from storage_formats import (
     verify_index,
 )
 from storage_formats.format.filter_tables import iter_filter_table
-from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.places import Directory
 from storage_formats.format.tombstones import live_rows
 
 ROWS = 37
@@ -82,7 +82,7 @@ def passing_without(root: Path, tmp_path: Path) -> dict[str, list[int]]:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(root, folder)
     shutil.rmtree(folder / "filters")
-    replace(Manifest.load(folder), filter_tables=()).write(Layout(folder))
+    replace(Manifest.load(folder), filter_tables=()).write(Directory(folder))
     return passing(folder)
 
 
@@ -178,7 +178,7 @@ def test_an_index_without_tables_is_changed_as_before(tmp_path):
     root = write_index(tmp_path / "index")
     before = passing(root)
     shutil.rmtree(root / "filters")
-    replace(Manifest.load(root), filter_tables=()).write(Layout(root))
+    replace(Manifest.load(root), filter_tables=()).write(Directory(root))
     delete_rows(root, [7])
     assert not any(Manifest.load(root).filter_tables)
     assert passing(root) != before
@@ -188,6 +188,6 @@ def test_an_index_without_tables_is_changed_as_before(tmp_path):
 def test_the_number_of_tables_is_that_of_the_segments(tmp_path):
     root = write_index(tmp_path / "index")
     manifest = Manifest.load(root)
-    replace(manifest, filter_tables=2 * manifest.filter_tables).write(Layout(root))
+    replace(manifest, filter_tables=2 * manifest.filter_tables).write(Directory(root))
     with pytest.raises(CorruptIndexError, match="filter tables"):
         Manifest.load(root)

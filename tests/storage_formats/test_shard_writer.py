@@ -7,8 +7,9 @@ import pytest
 
 from storage_formats.change import begin_index
 from storage_formats.errors import CorruptIndexError
-from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.receipts import ShardReceipt, read_receipt
+from storage_formats.format.layout import IndexSpec
+from storage_formats.format.places import Directory
+from storage_formats.format.receipts import ShardReceipt, read_receipts
 from storage_formats.format.rows import RowEntry, rows_table
 from storage_formats.writing.shard_writer import ShardWriter
 from tests.conftest import finish_index, random_blocks
@@ -25,7 +26,7 @@ def table_of(spec: IndexSpec, shard: int, status: str = "indexed"):
 def commit_shard(root, spec=SPEC, shard=0, seed=0) -> ShardReceipt:
     count = len(spec.shard_rows(shard))
     blocks = random_blocks(np.random.default_rng(seed), count, spec)
-    with ShardWriter(root, spec, shard) as writer:
+    with ShardWriter(Directory(root), spec, shard) as writer:
         writer.put(
             np.arange(count), blocks, np.ones((count, spec.embed_dim), np.float32)
         )
@@ -33,25 +34,25 @@ def commit_shard(root, spec=SPEC, shard=0, seed=0) -> ShardReceipt:
 
 
 def test_a_receipt_is_invalid_for_another_plan_or_after_loss_of_files(tmp_path):
-    begin_index(tmp_path, SPEC)
-    layout = Layout(tmp_path)
-    assert read_receipt(layout, 0, "plan") is None
+    begin_index(Directory(tmp_path), SPEC)
+    layout = Directory(tmp_path)
+    assert read_receipts(layout, [0], "plan").get(0) is None
     commit_shard(tmp_path)
-    assert read_receipt(layout, 0, "other") is None
+    assert read_receipts(layout, [0], "other").get(0) is None
     for path in (layout.token_shard("bf16", 0), layout.rows_file(0)):
         data = path.read_bytes()
         path.write_bytes(data[:-1])
-        assert read_receipt(layout, 0, "plan") is None
+        assert read_receipts(layout, [0], "plan").get(0) is None
         path.write_bytes(data)
-        assert read_receipt(layout, 0, "plan") is not None
+        assert read_receipts(layout, [0], "plan").get(0) is not None
     layout.receipt(0).write_text(json.dumps({"shard": 0}))
-    assert read_receipt(layout, 0, "plan") is None
+    assert read_receipts(layout, [0], "plan").get(0) is None
 
 
 def test_an_attempt_that_was_thought_dead_cannot_commit(tmp_path):
-    begin_index(tmp_path, SPEC)
-    late = ShardWriter(tmp_path, SPEC, 0)
-    other = ShardWriter(tmp_path, SPEC, 1)
+    begin_index(Directory(tmp_path), SPEC)
+    late = ShardWriter(Directory(tmp_path), SPEC, 0)
+    other = ShardWriter(Directory(tmp_path), SPEC, 1)
     late.put(
         np.array([0]),
         random_blocks(np.random.default_rng(9), 1, SPEC),
@@ -74,11 +75,11 @@ def test_an_attempt_that_was_thought_dead_cannot_commit(tmp_path):
 
 
 def test_finishing_needs_every_shard(tmp_path):
-    begin_index(tmp_path, SPEC)
+    begin_index(Directory(tmp_path), SPEC)
     receipt = commit_shard(tmp_path)
     with pytest.raises(
         CorruptIndexError,
         match="2 shards need one receipt each, but there are receipts for 1",
     ):
         finish_index(tmp_path, SPEC, [receipt])
-    assert not Layout(tmp_path).manifest.exists()
+    assert not Directory(tmp_path).manifest.exists()

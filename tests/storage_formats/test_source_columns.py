@@ -23,8 +23,9 @@ from storage_formats import (
 )
 from storage_formats.change import begin_index
 from storage_formats.format.json_values import read_json
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec
 from storage_formats.format.parquet import read_table
+from storage_formats.format.places import Directory
 from storage_formats.format.rows import (
     RowEntry,
     read_shard_rows,
@@ -132,11 +133,11 @@ def test_kinds_of_untyped_text(text, kind):
 def write_index(root: Path, rows: list[dict]) -> list[SourceColumn]:
     names = sorted({name for row in rows for name in row})
     columns = [column_of([row.get(name) for row in rows], name) for name in names]
-    begin_index(root, SPEC)
+    begin_index(Directory(root), SPEC)
     receipts = []
     for shard in range(SPEC.shards):
         row_ids = SPEC.shard_rows(shard)
-        with ShardWriter(root, SPEC, shard) as writer:
+        with ShardWriter(Directory(root), SPEC, shard) as writer:
             entries = [RowEntry(row, f"{row}.jpg") for row in row_ids]
             for entry in entries:
                 entry.fail("missing", "gone")
@@ -208,7 +209,7 @@ def test_an_unknown_column_is_refused_with_the_names(tmp_path):
 
 
 def test_columns_of_an_earlier_segment_are_widened_or_null(tmp_path):
-    layout = Layout(tmp_path)
+    layout = Directory(tmp_path)
     path = tmp_path / "rows" / "00000000.parquet"
     path.parent.mkdir()
     values = [{"n": 7, "b": True, "t": "x", "when": ROWS[1]["taken"]}, {}]
@@ -260,7 +261,7 @@ def test_a_stored_column_of_another_type_is_damage(tmp_path, values):
     pq.write_table(rows_table([RowEntry(0, "a")]).append_column("v", values), path)
     with pytest.raises(CorruptIndexError, match="rows of shard 0"):
         read_shard_rows(
-            Layout(tmp_path), 0, source_columns=[SourceColumn("v", ("text",), 1)]
+            Directory(tmp_path), 0, source_columns=[SourceColumn("v", ("text",), 1)]
         )
 
 

@@ -16,8 +16,9 @@ import zarr
 
 from storage_formats import TokenStore, codec, precisions, verify_index
 from storage_formats.codecs import fill_record
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec
 from storage_formats.format.offset import offset_block, write_offset
+from storage_formats.format.places import Directory
 from tests.conftest import same_bits, write_random_index
 
 SPEC = IndexSpec(
@@ -79,11 +80,11 @@ def test_every_embedding_reads_back(index, read):
 @READERS
 def test_missing_and_damaged_shards_are_noticed(index, tmp_path, read):
     root = shutil.copytree(index[0], tmp_path / "index")
-    Layout(root).token_shard("bf16", 1).unlink()
+    Directory(root).token_shard("bf16", 1).unlink()
     expected = index[1].copy()
     expected[8:16] = np.nan
     assert same_bits(read(root / "tokens/bf16"), expected)
-    path = Layout(root).token_shard("bf16", 0)
+    path = Directory(root).token_shard("bf16", 0)
     data = bytearray(path.read_bytes())
     data[-20] ^= 1
     path.write_bytes(data)
@@ -99,7 +100,7 @@ def test_group_lists_its_arrays(index):
 def test_records_start_at_pages_and_the_file_is_whole_pages(tmp_path):
     expected = write_random_index(tmp_path, FULL)
     mapped = np.memmap(
-        Layout(tmp_path).token_shard("bf16", 0), dtype=np.uint16, mode="r"
+        Directory(tmp_path).token_shard("bf16", 0), dtype=np.uint16, mode="r"
     )
     assert mapped.nbytes % 4096 == 0
     for row in range(FULL.rows):
@@ -122,7 +123,7 @@ def test_the_script_of_the_docs_decodes_every_precision(tmp_path, name, has_offs
     spec = replace(SPEC, precisions=(name,))
     if has_offset and (block := offset_block(offset, [name])):
         spec = replace(spec, offset=block)
-        write_offset(Layout(tmp_path), offset)
+        write_offset(Directory(tmp_path), offset)
     write_random_index(tmp_path, spec, failed=frozenset({3}))
     if name == "bf16":
         blocks = read_zarr(tmp_path / "tokens" / name).view("bfloat16")

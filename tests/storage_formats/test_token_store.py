@@ -18,8 +18,9 @@ from storage_formats import (
 )
 from storage_formats.change import begin_index
 from storage_formats.codecs import codec
-from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
+from storage_formats.format.layout import IndexSpec, padded_shard_bytes
 from storage_formats.format.manifest import CommittedIndex, Manifest
+from storage_formats.format.places import Directory
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import write_random_index
 
@@ -145,8 +146,8 @@ def test_unknown_precision_and_absent_index_are_refused(built, tmp_path):
 
 
 def test_an_unfinished_index_has_an_error_of_its_own(tmp_path):
-    begin_index(tmp_path, SPEC)
-    Layout(tmp_path).journal.write_text("{}")
+    begin_index(Directory(tmp_path), SPEC)
+    Directory(tmp_path).journal.write_text("{}")
     with pytest.raises(IncompleteIndexError, match="run the same command again"):
         TokenStore.open(tmp_path)
 
@@ -159,7 +160,7 @@ def test_opening_does_not_depend_on_the_number_of_rows(tmp_path):
     spec = replace(SPEC, rows=rows, shard_size=1024)
     table = replace(manifest.shard_tables[0], bytes=10**8)
     replace(manifest, spec=spec, counts=counts, shard_tables=(table,)).write(
-        Layout(tmp_path)
+        Directory(tmp_path)
     )
     # sparse files of the right lengths
     for shard in (0, spec.shards - 1):
@@ -168,7 +169,7 @@ def test_opening_does_not_depend_on_the_number_of_rows(tmp_path):
             1024,
             codec("bf16", SPEC.block_shape).record_bytes,
         )
-        with Layout(tmp_path).token_shard("bf16", shard).open("ab") as file:
+        with Directory(tmp_path).token_shard("bf16", shard).open("ab") as file:
             file.truncate(length)
     tracemalloc.start()
     store = TokenStore.open(tmp_path)

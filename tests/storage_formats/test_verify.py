@@ -16,8 +16,9 @@ from pipelines import copy_index, delete_rows, quantize_index
 from pipelines.jobs.snapshots import history, remove_snapshots, roll_back
 from storage_formats import CorruptIndexError, UsageError, verify_index
 from storage_formats.format.checksum import json_checksum
-from storage_formats.format.layout import IndexSpec, Layout, Segment
+from storage_formats.format.layout import IndexSpec, Segment
 from storage_formats.format.manifest import Manifest, Snapshot
+from storage_formats.format.places import Directory
 from storage_formats.format.rows import RowEntry
 from storage_formats.format.shard_table import read_shard_table
 from storage_formats.shard_check import check_shard
@@ -66,17 +67,17 @@ def test_a_shard_table_of_wrong_length_is_not_read(copy, monkeypatch):
 
 def test_a_snapshot_of_an_unknown_format_is_a_problem(copy):
     value = json.loads((copy / "index.json").read_text())
-    Layout(copy).snapshots.mkdir()
+    Directory(copy).snapshots.mkdir()
     manifest = replace(Manifest.load(copy), snapshot=Snapshot(number=1))
-    manifest.write(Layout(copy))
+    manifest.write(Directory(copy))
     value["format_version"] = "99.0"
     value["crc32c"] = json_checksum(value)
-    Layout(copy).snapshot(0).write_text(json.dumps(value))
+    Directory(copy).snapshot(0).write_text(json.dumps(value))
     assert ("snapshots", "snapshot") in codes(copy)
 
 
 def test_damaged_block_is_named_by_its_row(copy):
-    path = Layout(copy).token_shard("bf16", 1)
+    path = Directory(copy).token_shard("bf16", 1)
     data = bytearray(path.read_bytes())
     data[2 * 128 + 5] ^= 1
     path.write_bytes(data)
@@ -96,18 +97,18 @@ def test_files_that_no_commit_made_are_named(copy):
         (copy / path).write_bytes(b"")
     assert codes(copy) == {(path, "stray-file") for path in strays}
     # of a process that was killed while it removed them
-    Layout(copy).journal.write_text("{}")
+    Directory(copy).journal.write_text("{}")
     assert codes(copy) == set()
-    Layout(copy).snapshot(0).write_text("{")
+    Directory(copy).snapshot(0).write_text("{")
     assert codes(copy) == {("snapshots", "snapshot")}
 
 
 def test_the_temporary_file_of_a_killed_change_is_no_damage(copy):
     (copy / "tokens" / "bf16" / f".zarr.json.{'0' * 32}").write_bytes(b"")
     (copy / "build").mkdir()
-    Layout(copy).journal.touch()
+    Directory(copy).journal.touch()
     assert codes(copy) == set()
-    Layout(copy).journal.unlink()
+    Directory(copy).journal.unlink()
     assert {code for _, code in codes(copy)} == {"stray-file"}
 
 
@@ -152,7 +153,7 @@ def test_a_sample_that_is_not_positive_is_refused(sound, sample):
 
 
 def test_samples_find_damage_in_their_shards_only(copy):
-    layout = Layout(copy)
+    layout = Directory(copy)
     damaged = {1: layout.rows_file(1), 2: layout.token_shard("bf16", 2)}
     for path in damaged.values():
         path.write_bytes(path.read_bytes()[:-1])
@@ -240,7 +241,7 @@ def test_a_manifest_of_a_kept_snapshot_that_is_missing_is_found(copy, tmp_path):
         delete_rows(copy, rows=[row])
     # the oldest, and the newest
     for number in (0, 2):
-        lost = Layout(copy).snapshot(number)
+        lost = Directory(copy).snapshot(number)
         data = lost.read_bytes()
         lost.unlink()
         assert (f"snapshots/0000000{number}.json", "missing-file") in codes(copy)
@@ -259,7 +260,7 @@ def test_every_kept_snapshot_is_checked_and_a_rollback_to_a_damaged_one_is_refus
     delete_rows(copy, rows=[0])
     roll_back(copy, 0)
     quantize_index(copy, ["fp8"], drop=["bf16"])
-    earlier = Layout(copy).token_shard("bf16", 1)
+    earlier = Directory(copy).token_shard("bf16", 1)
     before = (copy / "index.json").read_bytes()
     original = earlier.read_bytes()
     earlier.write_bytes(original[:9] + bytes([original[9] ^ 1]) + original[10:])

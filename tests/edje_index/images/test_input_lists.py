@@ -17,7 +17,8 @@ from edje_index.inputs.containers import ARCHIVES, Container
 from edje_index.inputs.input_lists import read_shard_inputs, write_input_lists
 from edje_index.inputs.refs import InputRef, display_path
 from storage_formats.errors import CorruptIndexError
-from storage_formats.format.layout import IndexSpec, Layout, Segment
+from storage_formats.format.layout import IndexSpec, Segment
+from storage_formats.format.places import Directory
 
 PATHS = st.binary(min_size=1, max_size=40).filter(lambda path: b"\0" not in path)
 REFS = st.builds(
@@ -36,8 +37,8 @@ REFS = st.builds(
 )
 
 
-def layout_in(folder: Path) -> Layout:
-    layout = Layout(folder)
+def layout_in(folder: Path) -> Directory:
+    layout = Directory(folder)
     layout.input_lists.mkdir(parents=True, exist_ok=True)
     return layout
 

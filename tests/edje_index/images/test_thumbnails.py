@@ -15,6 +15,7 @@ from PIL import Image
 from edje_index.inputs.thumbnails import MAX_PHOTO_BYTES, read_thumbnails
 from storage_formats.change import begin_index
 from storage_formats.format.layout import IndexSpec
+from storage_formats.format.places import Directory
 from storage_formats.format.rows import RowEntry, rows_table
 from storage_formats.writing.shard_writer import ShardWriter
 from tests.conftest import finish_index
@@ -38,9 +39,9 @@ def write_index(root, entries: list[RowEntry]):
     spec = IndexSpec(
         rows=len(entries), shard_size=len(entries), block_shape=(4, 8), embed_dim=6
     )
-    begin_index(root, spec)
+    begin_index(Directory(root), spec)
     kept = np.array([entry.row_id for entry in entries if entry.status == "indexed"])
-    with ShardWriter(root, spec, 0) as writer:
+    with ShardWriter(Directory(root), spec, 0) as writer:
         blocks = np.ones((len(kept), 4, 8), np.float32)
         embeddings = np.ones((len(kept), 6), np.float32)
         writer.put(kept, blocks.astype("bfloat16"), embeddings)

@@ -16,8 +16,9 @@ from edje_index.indexing.faiss_index import AnnIndex, open_part
 from pipelines import repair_index
 from pipelines.jobs.ann import add_ann
 from storage_formats import Manifest, UsageError, verify_index
-from storage_formats.format.layout import IndexSpec, Layout, Segment
+from storage_formats.format.layout import IndexSpec, Segment
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.places import Directory
 from storage_formats.reading.embeddings import IndexedEmbeddings, read_embeddings
 from tests.conftest import write_random_index
 
@@ -100,7 +101,7 @@ def test_the_stored_recall_is_that_of_a_search(root):
     assert 0.9 <= recall["value"] < 1
     assert probes in (4, 8)
     row_ids, queries, _ = recall_queries(
-        IndexedEmbeddings(Layout(root), SPEC, list(SPEC.shard_numbers()))
+        IndexedEmbeddings(Directory(root), SPEC, list(SPEC.shard_numbers()))
     )
     results = AnnIndex(CommittedIndex.open(root)).nearest_to_each(queries, 101)
     shares = [
@@ -119,7 +120,7 @@ def test_rows_with_equal_embeddings_cost_no_recall(tmp_path):
     for shard in SPEC.shard_numbers():
         vectors = clustered(SPEC.shard_size, shard + 1, 0)
         vectors[::2] = placeholder
-        vectors.tofile(Layout(tmp_path).embedding_shard(shard))
+        vectors.tofile(Directory(tmp_path).embedding_shard(shard))
     assert add_ann(tmp_path, replace(CODES, recall=0.95)).ann["recall"]["value"] >= 0.95
 
 
@@ -191,7 +192,7 @@ def appended(root, vectors, manifest=None):
     the manifest.
     """
     manifest = manifest or Manifest.load(root)
-    layout = Layout(root)
+    layout = Directory(root)
     before = manifest.spec
     segment = Segment(before.shards * SPEC.shard_size, len(vectors))
     spec = replace(SPEC, rows=segment.stop, segments=(*before.used_segments, segment))
@@ -222,7 +223,7 @@ def clustered(count, seed, first_dimension):
 def test_an_append_adds_codes_and_reports_its_drift(root, first_dimension, drifts):
     for shard in SPEC.shard_numbers():
         clustered(SPEC.shard_size, shard + 1, 0).tofile(
-            Layout(root).embedding_shard(shard)
+            Directory(root).embedding_shard(shard)
         )
     add_ann(root, CODES)
     vectors = clustered(100, 77, first_dimension)

@@ -15,8 +15,9 @@ from edje_index.indexing.faiss_index import AnnIndex
 from pipelines.jobs.ann import add_ann
 from storage_formats import CorruptIndexError, Manifest
 from storage_formats.format.file_check import FileEntry
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.places import Directory
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import write_random_index
 
@@ -74,8 +75,8 @@ def test_nearest_rows_are_those_of_a_flat_search(root, factory):
         index.nearest(np.ones(5, np.float32), 1)
     request = AnnRequest(ann=factory)
     # the same bytes
-    assert build_ann(root, SPEC, request=request) == build_ann(
-        root, SPEC, request=request
+    assert build_ann(Directory(root), SPEC, request=request) == build_ann(
+        Directory(root), SPEC, request=request
     )
 
 
@@ -102,7 +103,7 @@ def commit(root: Path, index: faiss.Index) -> None:
     """Make `index` the FAISS file of the index at `root`, with a correct checksum
     in `index.json`.
     """
-    layout = Layout(root)
+    layout = Directory(root)
     manifest = Manifest.load(root)
     faiss.write_index(index, str(layout.ann_index))
     files = [FileEntry.of(layout, layout.ann_index).to_json()]

@@ -29,8 +29,9 @@ from edje_index.inputs.preparation import Preparation
 from edje_index.inputs.refs import InputRef
 from storage_formats.change import begin_index
 from storage_formats.errors import EdjeError, TaskInterrupted
-from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.receipts import read_receipt
+from storage_formats.format.layout import IndexSpec
+from storage_formats.format.places import Directory
+from storage_formats.format.receipts import read_receipts
 from storage_formats.format.rows import read_shard_rows
 from storage_formats.reading.embeddings import read_shard_embeddings
 
@@ -74,9 +75,9 @@ def case(tmp_path):
     )
     spec = IndexSpec(rows=11, shard_size=8, block_shape=(4, 16), embed_dim=24)
     root = tmp_path / "index"
-    begin_index(root, spec)
-    Layout(root).input_lists.mkdir()
-    write_input_lists(Layout(root), refs, spec.shard_size)
+    begin_index(Directory(root), spec)
+    Directory(root).input_lists.mkdir()
+    write_input_lists(Directory(root), refs, spec.shard_size)
     task = ShardTask(
         str(root),
         0,
@@ -98,8 +99,8 @@ def stored(task: ShardTask) -> tuple[np.ndarray, np.ndarray]:
     return bits, read_shard_embeddings(layout, task.spec, task.shard)
 
 
-def _layout(task: ShardTask) -> Layout:
-    return Layout(Path(task.root))
+def _layout(task: ShardTask) -> Directory:
+    return Directory(Path(task.root))
 
 
 def test_every_input_is_a_row_and_decodable_ones_hold_the_model_output(case, encoder):
@@ -107,7 +108,7 @@ def test_every_input_is_a_row_and_decodable_ones_hold_the_model_output(case, enc
     receipt = encode_shard(task, encoder)
     assert (receipt.rows, receipt.indexed, receipt.duplicates) == (8, 5, 1)
     assert receipt.failed == {"empty": 1, "truncated": 1}
-    assert read_receipt(_layout(task), 0, "plan") == receipt
+    assert read_receipts(_layout(task), [0], "plan").get(0) == receipt
     rows = read_shard_rows(_layout(task), 0)
     assert rows["row_id"].to_pylist() == list(range(8))
     assert rows["uri"].to_pylist() == [ref.uri for ref in refs[:8]]
@@ -174,7 +175,7 @@ def test_out_of_memory_halves_the_batch_of_the_whole_shard(case, encoder, monkey
         hook.remove()
     assert sizes == [2, 1, 1, 1, 1, 1], "3 inputs, the third of which is truncated"
     assert receipt.encoded_on == "a GPU, batches of 1"
-    assert read_receipt(_layout(task), 0, "plan") == receipt
+    assert read_receipts(_layout(task), [0], "plan").get(0) == receipt
     for bits, other in zip(stored(task), expected, strict=True):
         assert np.array_equal(bits, other, equal_nan=bits.dtype == np.float32)
 
@@ -212,7 +213,7 @@ def test_out_of_memory_for_one_image_ends_the_build(case, encoder):
             encode_shard(task, encoder)
     finally:
         hook.remove()
-    assert read_receipt(_layout(task), 0, "plan") is None
+    assert read_receipts(_layout(task), [0], "plan").get(0) is None
 
 
 def _floats(bits: np.ndarray) -> np.ndarray:
@@ -261,7 +262,7 @@ def test_trouble_outside_an_image_fails_the_shard_and_no_row(
         patched.setattr(*target, broken)
         with pytest.raises(TransientInputError, match=re.escape(refs[0].uri)):
             encode_shard(task, encoder)
-    assert read_receipt(_layout(task), 0, "plan") is None
+    assert read_receipts(_layout(task), [0], "plan").get(0) is None
     assert list(_layout(task).staging.iterdir()) == []
     assert not [
         thread for thread in threading.enumerate() if thread.name.startswith("edje-")

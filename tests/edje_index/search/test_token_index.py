@@ -23,8 +23,8 @@ from edje_index.scoring.weights import PART_NAMES
 from edje_index.search import search_model, token_index
 from pipelines import append_index, build_index
 from storage_formats import Manifest, RowIdError, TokenStore, UsageError
-from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.places import Directory
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import REPO
 from tests.edje_index.scoring.bundles import WEIGHTS, bundle_with_all_parts
@@ -256,7 +256,7 @@ def test_a_relative_path_of_a_bundle_is_not_followed(built, tmp_path, monkeypatc
     shutil.copytree(model, tmp_path / "model")
     manifest = Manifest.load(root)
     replace(manifest, model={**manifest.model, "bundle": "model"}).write(
-        Layout(tmp_path / "index")
+        Directory(tmp_path / "index")
     )
     monkeypatch.chdir(tmp_path)
     code, out, err = run("search", "index", "a dog")
@@ -270,7 +270,7 @@ def test_damaged_candidates_are_left_out_with_a_warning(built, tmp_path):
     before = rows_of(TokenIndex.open(root).search("a dog", k=11, pool=11))
     for row_id in before[:2]:
         shard, position = divmod(row_id, SHARD_SIZE)
-        with open(Layout(root).token_shard("bf16", shard, 2), "r+b") as file:
+        with open(Directory(root).token_shard("bf16", shard, 2), "r+b") as file:
             file.seek(position * 4 * 16 * 2)
             file.write(b"damaged")
     with pytest.warns(
@@ -503,7 +503,7 @@ def test_a_replaced_index_is_refused_by_stores_and_searches(built, tmp_path):
     root = tmp_path / "index"
     shutil.copytree(built[0], root)
     index = TokenIndex.open(root, model=built[1])
-    replace(Manifest.load(root), plan="another collection").write(Layout(root))
+    replace(Manifest.load(root), plan="another collection").write(Directory(root))
     for opened in (index, index.store):
         with pytest.raises(UsageError, match="was replaced by another index"):
             opened.refresh()

@@ -1,0 +1,396 @@
+"""An index below a URL of an object store.
+
+The object `build/claim.json` keeps other writers away. It names its owner, who renews
+it while it works, so that another process can take over the claim of a process that was
+killed. `index.json` is replaced only if it is still the object that was read when the
+change began.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
+
+from storage_formats.atomic import Json, json_bytes
+from storage_formats.cache import cache_directory
+from storage_formats.errors import EdjeError, UsageError
+from storage_formats.format.checksum import crc32c, crc32c_file, to_hex
+from storage_formats.format.downloads import download
+from storage_formats.format.file_check import FileEntry
+from storage_formats.format.place import Place
+from storage_formats.remote.objects import (
+    CHUNK_BYTES,
+    Chunk,
+    ObjectChangedError,
+    ObjectFolder,
+    ObjectStoreError,
+    ObjectVersion,
+    UncertainWriteError,
+)
+from storage_formats.remote.urls import STORE_SCHEMES
+
+CHECKSUM = "crc32c"
+"""Key of the CRC-32C of an object in the metadata of this object."""
+
+# Another process takes over a claim that was not renewed for this number of seconds.
+_EXPIRY_SECONDS = 120.0
+_RENEWAL_SECONDS = 20.0
+_MAX_CLAIM_BYTES = 1 << 20
+# A plan lists the checksum of every list of inputs.
+_MAX_BYTES = 1 << 30
+_TRANSFERS_AT_ONCE = 8
+
+_honest = set[str]()
+"""Schemes and buckets whose servers were found to honour conditional writes."""
+
+
+@dataclass
+class _State:
+    """What a `Prefix` knows of its objects.
+
+    Attributes:
+        base: `index.json` at the time of the claim; None if there was none.
+        claim: the claim object of this process; None if it has none.
+        lengths: length of each listed object in bytes, by key.
+        journal: the journal of the change of this task; None before `begin_task`.
+    """
+
+    base: ObjectVersion | None = None
+    claim: ObjectVersion | None = None
+    lengths: dict[str, int] = field(default_factory=dict)
+    journal: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Prefix(Place):
+    """An index below the URL of `folder`. `root` is a temporary directory on this
+    machine, which `close` removes.
+
+    Attributes:
+        whole: `root` of the place of which this is a part; None if this is no part.
+    """
+
+    folder: ObjectFolder
+    whole: Path | None = None
+    _state: _State = field(default_factory=_State, compare=False, repr=False)
+
+    @classmethod
+    def open(cls, url: str) -> Prefix:
+        """Return the place at `url`. No request is sent.
+
+        Raises:
+            UsageError: no index can be written to `url`.
+            OSError: the temporary directory cannot be created.
+        """
+        folder = ObjectFolder.open(url)
+        if folder.scheme not in STORE_SCHEMES:
+            raise UsageError(
+                f"{folder.url} can only be read; write to a URL that begins with"
+                " s3://, gs:// or az://, or copy an index to hf://datasets/",
+                parameter="out",
+            )
+        parent = cache_directory() / "scratch"
+        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _remove_abandoned(parent)
+        root = tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=parent)
+        return cls(Path(root).resolve(), folder)
+
+    @property
+    def location(self) -> str:
+        return self.folder.url
+
+    @property
+    def remote(self) -> ObjectFolder:
+        return self.folder
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        self._claim()
+        ended = threading.Event()
+        renewal = threading.Thread(
+            target=self._renew, args=(ended,), name="edje-claim", daemon=True
+        )
+        try:
+            self._probe()
+            renewal.start()
+            self._load()
+            yield
+        finally:
+            ended.set()
+            if renewal.ident is not None:
+                renewal.join()
+            # If the store fails here, the claim stays until it expires.
+            with contextlib.suppress(ObjectStoreError):
+                if self.is_claimed():
+                    self.folder.delete([self._key(self.claim)])
+
+    def is_claimed(self) -> bool:
+        claim = self._state.claim
+        return claim is not None and self._read_claim().data == claim.data
+
+    def part(self, folder: Path) -> Prefix:
+        return Prefix(folder, self.folder, self.whole or self.root)
+
+    def get(self, path: Path) -> None:
+        if not path.exists():
+            with contextlib.suppress(FileNotFoundError):
+                self._keep(path, self.folder.read(self._key(path), _MAX_BYTES).data)
+
+    def write(self, path: Path, data: bytes) -> None:
+        file = FileEntry(self._key(path), len(data), crc32c(data))
+        self.upload(file, lambda: [data])
+        self._keep(path, data)
+
+    def begin_task(self) -> None:
+        # The driver holds the claim, and checks it at the commit.
+        if self._state.claim is None:
+            self._state.journal = self._read_now(self.journal)
+
+    def put(self, staged: Sequence[tuple[Path, FileEntry]]) -> None:
+        journal = self._state.journal
+        if journal is not None and self._read_now(self.journal) != journal:
+            raise EdjeError(
+                f"the change of {self.folder.url} that this worker served has ended"
+            )
+
+        def put(path: Path, entry: FileEntry) -> None:
+            self._send(path, self._named(entry))
+            path.unlink()
+
+        with ThreadPoolExecutor(_TRANSFERS_AT_ONCE) as pool:
+            list(pool.map(put, *zip(*staged, strict=True)))
+
+    def seal(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            self._send(path, FileEntry(self._key(path), *crc32c_file(path)))
+
+    def fetch(self, entries: Iterable[FileEntry]) -> None:
+        download(self.folder, self.whole or self.root, map(self._named, entries))
+
+    def names(self, folder: Path) -> list[Path]:
+        sizes = self.folder.list_sizes(self._key(folder))
+        self._state.lengths |= sizes
+        root = self.whole or self.root
+        return sorted(root / key for key in sizes)
+
+    def lengths(self, entries: Iterable[FileEntry]) -> dict[str, int]:
+        folders = {(self.root / entry.path).parent for entry in entries}
+        paths = [path for folder in sorted(folders) for path in self.names(folder)]
+        listed = self._state.lengths
+        return {self.relative(path): listed[self._key(path)] for path in paths}
+
+    def remove(self, paths: Iterable[Path]) -> list[int]:
+        paths = list(paths)
+        keys = [self._key(path) for path in paths]
+        if keys:
+            self.folder.delete(keys)
+        for path in paths:
+            path.unlink(missing_ok=True)
+        return [self._state.lengths.pop(key, 0) for key in keys]
+
+    def commit(self, data: bytes) -> None:
+        state = self._state
+        try:
+            if not self.is_claimed():
+                url = self.folder.url_of(self._key(self.claim))
+                raise ObjectChangedError(f"another process took over {url}")
+            state.base = self.folder.replace(self._key(self.manifest), data, state.base)
+        except UncertainWriteError as error:
+            raise EdjeError(
+                f"the change may be committed: {error}. Once the store responds, run"
+                " the same command again"
+            ) from error
+        except ObjectChangedError as error:
+            raise EdjeError(
+                f"{error} during this change, so nothing was committed; run the same"
+                " command again once no other process changes the index"
+            ) from error
+        self._keep(self.manifest, data)
+
+    def move_erased(self) -> None:
+        erased = self.names(self.erased)
+        for path in erased:
+            self.folder.copy(self._key(path), path.relative_to(self.erased).as_posix())
+        self.remove(erased)
+
+    def close(self) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def upload(self, file: FileEntry, contents: Callable[[], Iterable[Chunk]]) -> None:
+        """Write the object with the path of `file`, and with the checksum of `file` in
+        its metadata.
+
+        Args:
+            contents: function that yields the contents in pieces. If the request is
+                repeated, the function is called again.
+        """
+        metadata = {CHECKSUM: to_hex(file.crc32c)}
+        self.folder.put(file.path, contents, length=file.bytes, metadata=metadata)
+
+    def _send(self, path: Path, file: FileEntry) -> None:
+        """Write the object with the path of `file` and the contents of `path`."""
+
+        def pieces() -> Iterator[Chunk]:
+            with path.open("rb") as opened:
+                yield from iter(lambda: opened.read(CHUNK_BYTES), b"")
+
+        self.upload(file, pieces)
+
+    def _key(self, path: Path) -> str:
+        return path.relative_to(self.whole or self.root).as_posix()
+
+    def _named(self, file: FileEntry) -> FileEntry:
+        """Return `file` with its key as its path."""
+        return replace(file, path=self._key(self.root / file.path))
+
+    def _read_now(self, path: Path) -> bytes:
+        """Return the contents of an object; empty if there is no such object."""
+        try:
+            return self.folder.read(self._key(path), _MAX_BYTES).data
+        except FileNotFoundError:
+            return b""
+
+    def _keep(self, path: Path, data: bytes) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    def _load(self) -> None:
+        """Download `index.json` and the journal."""
+        state = self._state
+        with contextlib.suppress(FileNotFoundError):
+            key = self._key(self.manifest)
+            state.base = self.folder.read(key, _MAX_BYTES)
+            self._keep(self.manifest, state.base.data)
+        self.get(self.journal)
+
+    def _claim(self) -> None:
+        """Create the claim, or take over the claim of a process that has ended.
+
+        Raises:
+            EdjeError: another process has the claim.
+        """
+        key = self._key(self.claim)
+        expected: ObjectVersion | None = None
+        while True:
+            try:
+                self._state.claim = self.folder.replace(key, _claim(), expected)
+                return
+            except ObjectChangedError:
+                expected = self._read_claim()
+            if expected.data and (problem := _working(expected.data)):
+                raise EdjeError(
+                    f"{problem} is working on {self.folder.url}; wait until it ends,"
+                    " or stop it"
+                )
+            if not expected.data:
+                # The other process has removed its claim.
+                expected = None
+
+    def _read_claim(self) -> ObjectVersion:
+        """Return the claim object; one without data if there is none."""
+        try:
+            return self.folder.read(self._key(self.claim), _MAX_CLAIM_BYTES)
+        except FileNotFoundError:
+            return ObjectVersion(b"", None)
+
+    def _renew(self, ended: threading.Event) -> None:
+        while not ended.wait(_RENEWAL_SECONDS):
+            # After an error, the next renewal tries again. If another process has taken
+            # over the claim, `commit` finds out.
+            with contextlib.suppress(ObjectStoreError, ObjectChangedError, OSError):
+                owner = self._state.claim
+                self._state.claim = self.folder.replace(
+                    self._key(self.claim), _claim(), owner
+                )
+
+    def _probe(self) -> None:
+        """Check that the server honours conditional writes.
+
+        Raises:
+            UsageError: the server ignores conditions, so two processes that change the
+                index at the same time could destroy it.
+        """
+        bucket = "/".join(self.folder.url.split("/")[:3])
+        if bucket in _honest:
+            return
+        key = self._key(self.claim)
+        first = self._state.claim
+        for _ in range(2):
+            # The claim exists, so it cannot be created. After the first round, `first`
+            # is no longer the current version, so it cannot be replaced.
+            expected = None if first is self._state.claim else first
+            with contextlib.suppress(ObjectChangedError):
+                self._state.claim = self.folder.replace(key, _claim(), expected)
+                raise UsageError(
+                    f"the server of {self.folder.url} ignores the conditions of writes"
+                    " (If-None-Match, If-Match), so it cannot hold an index that"
+                    " changes; build in a directory, and copy the index there"
+                )
+            if expected is None:
+                self._state.claim = self.folder.replace(key, _claim(), first)
+        _honest.add(bucket)
+
+
+def _claim() -> bytes:
+    """Return the contents of a new claim of this process."""
+    now = datetime.datetime.now(datetime.UTC)
+    expires = now + datetime.timedelta(seconds=_EXPIRY_SECONDS)
+    claim: Json = {
+        "id": uuid.uuid4().hex,
+        "pid": os.getpid(),
+        "started": psutil.Process().create_time(),
+        "host": socket.gethostname(),
+        "expires": expires.isoformat(),
+    }
+    return json_bytes(claim)
+
+
+def _working(data: bytes) -> str | None:
+    """Return a description of the owner of a claim; None if the claim has expired or
+    its owner was a process of this machine that has ended.
+    """
+    try:
+        claim = json.loads(data)
+        expires = datetime.datetime.fromisoformat(claim["expires"])
+        owner = f"process {claim['pid']} on {claim['host']}"
+        if claim["host"] == socket.gethostname() and not _runs(
+            claim["pid"], claim["started"]
+        ):
+            return None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        # This is no claim of this package, or it is damaged.
+        return None
+    if expires < datetime.datetime.now(datetime.UTC):
+        return None
+    return owner
+
+
+def _runs(pid: int, started: float) -> bool:
+    """Return True if the process `pid` of this machine, which was started at the time
+    `started`, still runs.
+    """
+    try:
+        return bool(abs(psutil.Process(pid).create_time() - started) < 1)
+    except psutil.Error:
+        return False
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the temporary directories of processes that have ended."""
+    for folder in parent.iterdir():
+        pid = folder.name.partition("-")[0]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)

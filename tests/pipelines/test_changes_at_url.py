@@ -1,0 +1,409 @@
+"""Changes of indexes on an object store: the same result as in a directory, cut at
+every request, with two writers, and on servers that cannot be trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import re
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from edje_index import add_ann
+from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+from pipelines import (
+    append_index,
+    build_index,
+    copy_index,
+    delete_rows,
+    quantize_index,
+    repair_index,
+    set_columns,
+    update_index,
+)
+from pipelines.jobs.import_arrays import import_arrays
+from pipelines.jobs.snapshots import history, remove_snapshots, roll_back
+from storage_formats import (
+    EdjeError,
+    TokenStore,
+    UsageError,
+    read_rows,
+    verify_index,
+)
+from storage_formats.change import UnfinishedChangeError, begin_change
+from storage_formats.format import prefix
+from storage_formats.format.places import open_place
+from storage_formats.format.rows import TIMING_COLUMNS
+from storage_formats.remote import objects
+from storage_formats.remote.objects import ObjectFolder, ObjectStoreError
+from storage_formats.writing.shard_writer import ShardWriter
+from tests.pipelines.conftest import write_photo
+
+obstore_store = pytest.importorskip("obstore.store")
+CLAIM = "build/claim.json"
+URL = "s3://bucket/photos.edje"
+
+
+@pytest.fixture(autouse=True)
+def stores(tmp_path, monkeypatch):
+    """Every URL has an object store in memory."""
+    made = {}
+    monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        objects,
+        "_open_store",
+        lambda url: made.setdefault(url, obstore_store.MemoryStore()),
+    )
+
+
+@pytest.fixture
+def folder():
+    return ObjectFolder.open(URL)
+
+
+def stored(folder: ObjectFolder) -> dict[str, bytes]:
+    return {key: folder.read(key, 1 << 30).data for key in folder.list_sizes()}
+
+
+def restore(folder: ObjectFolder, files: dict[str, bytes]) -> None:
+    if keys := sorted(folder.list_sizes()):
+        folder.delete(keys)
+    for key, data in files.items():
+        folder.put(key, lambda data=data: [data], length=len(data), metadata={})
+
+
+def contents(location) -> tuple[object, ...]:
+    """What a reader finds."""
+    with TokenStore.open(location) as store:
+        row_ids = store.row_ids()
+        blocks = store.fetch(row_ids)
+    rows = read_rows(location).drop_columns(list(TIMING_COLUMNS)).to_pylist()
+    return row_ids.tolist(), blocks.tobytes(), rows
+
+
+def expire(folder: ObjectFolder) -> None:
+    """Let the claim of a killed process expire."""
+    if CLAIM in folder.list_sizes():
+        claim = json.loads(folder.read(CLAIM, 1 << 20).data)
+        claim["expires"] = datetime.datetime.now(datetime.UTC).isoformat()
+        data = json.dumps(claim).encode()
+        folder.put(CLAIM, lambda: [data], length=len(data), metadata={})
+
+
+def test_all_changes_give_the_same_index_as_in_a_directory(tmp_path, folder):
+    for row in range(20):
+        write_photo(tmp_path / "photos" / f"{row:02}.jpg", row)
+    for row in (3, 30, 31):
+        write_photo(tmp_path / "more" / f"{row:02}.jpg", row)
+    create_untrained_bundle(tmp_path / "model", sizes=TINY)
+    local = tmp_path / "local.edje"
+    settings = {"engine": "inline", "device": "cpu", "shard_size": 8}
+    changes = [
+        lambda root: build_index(
+            tmp_path / "photos", root, tmp_path / "model", **settings
+        ),
+        lambda root: append_index(root, tmp_path / "more", engine="inline"),
+        lambda root: delete_rows(root, rows=[1, 9]),
+        lambda root: set_columns(root, [2, 10], {"title": ["Sea", "Hill"]}),
+        lambda root: quantize_index(root, ["fp8"]),
+        lambda root: delete_rows(root, rows=[4], erase=True),
+        add_ann,
+        lambda root: delete_rows(root, rows=[5]),
+        lambda root: roll_back(root, history(root)[0].snapshot),
+        lambda root: quantize_index(root, drop=["bf16"]),
+        lambda root: remove_snapshots(root, keep=1),
+        lambda root: update_index(
+            root, tmp_path / "more", engine="inline", max_vanished=1
+        ),
+    ]
+    for change in changes:
+        change(local)
+        change(URL)
+        assert contents(URL) == contents(local)
+        assert verify_index(URL) == []
+        left = {key for key in folder.list_sizes() if key.startswith("build/")}
+        assert left == set()
+    kinds = [[entry.kind for entry in history(each)] for each in (URL, local)]
+    assert kinds[0] == kinds[1]
+    again = build_index(tmp_path / "photos", f"{URL}-2", tmp_path / "model", **settings)
+    assert build_index(
+        tmp_path / "photos", f"{URL}-2", tmp_path / "model", **settings
+    ).already_finished
+    assert again.indexed == 20
+    assert list((tmp_path / "cache" / "scratch").iterdir()) == []
+
+
+def test_a_damaged_file_is_repaired_where_it_lies(index, folder):
+    quantize_index(index, ["int8"])
+    copy_index(index, URL)
+    sound = stored(folder)
+    for key in ("tokens/int8/c.1.0", "checksums/int8/00000000.crc32c"):
+        data = bytearray(sound[key])
+        data[7] ^= 1
+        folder.put(key, lambda data=data: [bytes(data)], length=len(data), metadata={})
+    assert {problem.path for problem in verify_index(URL)} >= {"tokens/int8/c.1.0"}
+    assert len(repair_index(URL).repaired) == 2
+    assert verify_index(URL) == []
+    assert stored(folder) == sound
+
+
+def test_arrays_are_imported(tmp_path):
+    rng = np.random.default_rng(0)
+    np.save(tmp_path / "tokens.npy", rng.standard_normal((9, 2, 8), dtype=np.float32))
+    np.save(tmp_path / "embeddings.npy", rng.standard_normal((9, 4), dtype=np.float32))
+    for out in (URL, tmp_path / "local.edje"):
+        import_arrays(tmp_path / "tokens.npy", tmp_path / "embeddings.npy", out)
+    assert contents(URL) == contents(tmp_path / "local.edje")
+
+
+class Killed(BaseException):
+    """The process is killed."""
+
+
+class Requests:
+    """Counts the requests to object stores. After request number `last`, no request
+    is answered any more. If `is_done`, request number `last` is done.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self.last = 1 << 30
+        self.is_done = False
+        self._lock = threading.Lock()
+        repeated = ObjectFolder._repeated
+
+        def request(folder, key, send):
+            with self._lock:
+                self.count += 1
+                number = self.count
+            if number > self.last:
+                raise ObjectStoreError("the process is killed")
+            if number == self.last and self.is_done:
+                repeated(folder, key, send)
+            if number == self.last:
+                raise Killed
+            return repeated(folder, key, send)
+
+        monkeypatch.setattr(ObjectFolder, "_repeated", request)
+
+    def end_after(self, number: int, *, is_done: bool) -> None:
+        self.count = 0
+        self.last = number
+        self.is_done = is_done
+
+    def go_on(self) -> None:
+        self.last = 1 << 30
+
+
+CHANGES = {
+    "delete": lambda: delete_rows(URL, rows=[1]),
+    "edit": lambda: set_columns(URL, [2], {"title": ["Sea"]}),
+    "quantize": lambda: quantize_index(URL, ["int8"]),
+    "drop": lambda: quantize_index(URL, drop=["bf16"]),
+    "erase": lambda: delete_rows(URL, rows=[9], erase=True),
+    "rollback": lambda: roll_back(URL, 0),
+    "gc": lambda: remove_snapshots(URL, keep=1),
+    "ann": lambda: add_ann(URL),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_that_is_cut_at_any_request_recovers(name, index, folder, monkeypatch):
+    check_cuts(name, index, folder, monkeypatch, step=1)
+
+
+@pytest.mark.parametrize("name", ["delete", "erase"])
+def test_a_change_that_is_cut_at_some_requests_recovers(
+    name, index, folder, monkeypatch
+):
+    check_cuts(name, index, folder, monkeypatch, step=7)
+
+
+def check_cuts(name, index, folder, monkeypatch, *, step):
+    # snapshot 0 and 1
+    delete_rows(index, rows=[3])
+    copy_index(index, URL)
+    copy_index(index, URL)
+    requests = Requests(monkeypatch)
+    before = contents(URL)
+    files = stored(folder)
+    requests.count = 0
+    CHANGES[name]()
+    total = requests.count
+    after = contents(URL)
+    expected = stored(folder).keys()
+    states = set()
+    for number in range(1, total + 1, step):
+        for is_done in (False, True):
+            restore(folder, files)
+            requests.end_after(number, is_done=is_done)
+            # An error of the store after the kill can take the place of the kill.
+            with pytest.raises((Killed, EdjeError)):
+                CHANGES[name]()
+            requests.go_on()
+            expire(folder)
+            snapshot = json.loads(folder.read("index.json", 1 << 20).data)
+            states.add(snapshot["crc32c"])
+            if name != "erase" or "build/erased" not in str(folder.list_sizes()):
+                assert contents(URL) in (before, after)
+            try:
+                CHANGES[name]()
+            except UsageError:
+                # The change was committed, so a rollback finds the snapshot current.
+                assert name == "rollback"
+            remove_snapshots(URL)
+            assert contents(URL) == after
+            assert verify_index(URL) == []
+            found = folder.list_sizes().keys()
+            assert {key for key in found if key.startswith(("tokens/", "build/"))} == {
+                key for key in expected if key.startswith(("tokens/", "build/"))
+            }
+    assert total > 10
+    assert len(states) >= 2
+
+
+def test_only_one_process_changes_an_index(index, folder, monkeypatch):
+    copy_index(index, URL)
+    entered = threading.Event()
+    go_on = threading.Event()
+
+    def wait(event):
+        entered.set()
+        assert go_on.wait(30)
+
+    worker = threading.Thread(
+        target=lambda: quantize_index(URL, ["int8"], on_event=wait)
+    )
+    worker.start()
+    assert entered.wait(30)
+    with pytest.raises(EdjeError, match=r"process \d+ on .* is working on s3://"):
+        delete_rows(URL, rows=[1])
+    go_on.set()
+    worker.join()
+    assert delete_rows(URL, rows=[1]).snapshot == 1
+    assert TokenStore.open(URL, "int8").fetch([2]).shape == (1, 2, 8)
+
+
+def test_the_claim_of_a_dead_process_is_taken_over(index, folder):
+    copy_index(index, URL)
+    claim = json.loads(prefix._claim())
+    for dead in (
+        {"pid": 2**22 + 1},
+        {"started": 0.0},
+        {"host": "gone", "expires": "2020-01-01T00:00:00+00:00"},
+    ):
+        data = json.dumps({**claim, **dead}).encode()
+        folder.put(CLAIM, lambda data=data: [data], length=len(data), metadata={})
+        set_columns(URL, [2], {"title": [json.dumps(dead)]})
+    data = json.dumps({**claim, "host": "another"}).encode()
+    folder.put(CLAIM, lambda: [data], length=len(data), metadata={})
+    with pytest.raises(EdjeError, match="on another is working on"):
+        delete_rows(URL, rows=[1])
+
+
+def test_a_process_that_lost_its_claim_commits_nothing(index, folder):
+    copy_index(index, URL)
+    before = contents(URL)
+
+    def take_over(event):
+        data = prefix._claim()
+        folder.put(CLAIM, lambda: [data], length=len(data), metadata={})
+
+    with pytest.raises(EdjeError, match=r"another process took over .*claim\.json"):
+        quantize_index(URL, ["int8"], on_event=take_over)
+    assert contents(URL) == before
+    # the claim of the other process stays
+    assert CLAIM in folder.list_sizes()
+
+
+def test_another_index_json_is_not_overwritten(index, other, folder):
+    copy_index(index, URL)
+    data = (other / "index.json").read_bytes()
+
+    def replace_root(event):
+        folder.put("index.json", lambda: [data], length=len(data), metadata={})
+
+    with pytest.raises(EdjeError, match="another writer changed"):
+        add_ann(URL, on_event=replace_root)
+    assert folder.read("index.json", 1 << 20).data == data
+
+
+def test_a_server_that_ignores_conditions_is_refused(index, folder, monkeypatch):
+    copy_index(index, URL)
+    monkeypatch.setattr(prefix, "_honest", set())
+    replace = ObjectFolder.replace
+
+    def careless(self, key, data, expected):
+        self.put(key, lambda: [data], length=len(data), metadata={})
+        return self.read(key, 1 << 20)
+
+    monkeypatch.setattr(ObjectFolder, "replace", careless)
+    with pytest.raises(UsageError, match="ignores the conditions of writes"):
+        delete_rows(URL, rows=[1])
+    monkeypatch.setattr(ObjectFolder, "replace", replace)
+    assert delete_rows(URL, rows=[1]).deleted == (1,)
+
+
+def test_a_stopped_change_is_finished_or_discarded(index, folder, monkeypatch):
+    copy_index(index, URL)
+    requests = Requests(monkeypatch)
+    for number in range(10, 100, 5):
+        requests.end_after(number, is_done=True)
+        with pytest.raises((Killed, EdjeError)):
+            quantize_index(URL, ["int8"])
+        requests.go_on()
+        expire(folder)
+        if any(key.startswith("build/receipts/") for key in folder.list_sizes()):
+            break
+    with pytest.raises(UnfinishedChangeError, match=r"'quantize' .* has not finished"):
+        delete_rows(URL, rows=[1])
+    before = contents(URL)
+    remove_snapshots(URL)
+    assert contents(URL) == before
+    assert {key for key in folder.list_sizes() if "int8" in key} == set()
+    assert verify_index(URL) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("https://host/photos.edje", "can only be read"),
+        ("s3://bucket/used", "has other objects; choose another URL"),
+        (URL, "exists already"),
+    ],
+)
+def test_a_new_index_needs_a_free_place(url, message, index, tmp_path):
+    copy_index(index, URL)
+    used = ObjectFolder.open("s3://bucket/used")
+    used.put("photo.jpg", lambda: [b"x"], length=1, metadata={})
+    np.save(tmp_path / "tokens.npy", np.ones((3, 2, 8), np.float32))
+    np.save(tmp_path / "embeddings.npy", np.ones((3, 4), np.float32))
+    with pytest.raises(UsageError, match=re.escape(message)):
+        import_arrays(tmp_path / "tokens.npy", tmp_path / "embeddings.npy", url)
+
+
+def test_a_worker_whose_change_has_ended_puts_nothing(index, folder):
+    copy_index(index, URL)
+    before = stored(folder)
+    with (
+        contextlib.ExitStack() as stack,
+        begin_change(URL, "quantize", {"to": "int8"}) as change,
+        open_place(URL) as place,
+    ):
+        change.abandon()
+        spec = replace(change.index.spec, precisions=("int8",), offset=None)
+        writer = stack.enter_context(ShardWriter(place, spec, 0))
+        # another process takes over, and runs another change
+        expire(folder)
+        set_columns(URL, [2], {"title": ["Sea"]})
+        with pytest.raises(EdjeError, match="that this worker served has ended"):
+            writer.commit_files()
+    assert verify_index(URL) == []
+    assert {key for key in folder.list_sizes() if "int8" in key} == set()
+    assert folder.list_sizes().keys() > before.keys()
