@@ -60,9 +60,11 @@ class Ignored(dict[str, int]):
 
 
 def source_values(
-    values: Mapping[Any, Any], ignored: Ignored
+    values: Mapping[Any, Any], ignored: Ignored, *, renames: bool = True
 ) -> dict[str, Value] | None:
-    """Return the metadata of one image by column name; None if there is no value.
+    """Return the metadata of one image by column name; None if there is no value. If
+    `renames` is True, the names are those under which the index stores the columns, see
+    `stored_name`.
 
     Nulls are left out. A value of a type that the rows table does not support, such as
     a JSON object, becomes text.
@@ -82,12 +84,13 @@ def source_values(
             continue
         if checked is None:
             continue
-        if not isinstance(name, str) or not is_allowed(
-            column := stored_name(name, ROW_SCHEMA.names)
-        ):
-            ignored.count(BAD_NAME)
-        else:
+        column = name
+        if renames and isinstance(name, str):
+            column = stored_name(name, ROW_SCHEMA.names)
+        if isinstance(column, str) and is_allowed(column):
             result[column] = _typed(checked)
+        else:
+            ignored.count(BAD_NAME)
     return result or None
 
 

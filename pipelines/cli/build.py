@@ -197,7 +197,7 @@ def update(job: Job) -> Iterator[str]:
 )
 def import_arrays(job: Job) -> Iterator[str]:
     """Make an index from arrays of tokens and embeddings that your own encoder
-    computed.
+    computed, or append such arrays to the index.
 
     \b
     TOKENS      .npy file, shape [rows, tokens per row, width]: float32, float16, or
@@ -216,12 +216,14 @@ def import_arrays(job: Job) -> Iterator[str]:
         --out pages.edje --precision fp8
       edje-index import-arrays tokens.npy embeddings.npy rows.parquet \\
         --out pages.edje --encoder colpali-v1.3
+      edje-index import-arrays more.npy embeddings2.npy --out pages.edje --append
     """
     result = job.run()
     m, d = result.block_shape
+    first = f" from row {result.first_row:,} on" if result.first_row else ""
     yield (
         f"{job.given['out']}: {counted(result.rows, 'row')} of {m} x {d} tokens in"
-        f" {counted(result.shards, 'shard')}, {result.seconds:.1f} s"
+        f" {counted(result.shards, 'shard')}{first}, {result.seconds:.1f} s"
     )
     for name, size in result.bytes_per_image.items():
         yield f"{name:6} {size:7,} bytes per row"

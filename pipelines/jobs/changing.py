@@ -462,14 +462,6 @@ def processors(
     return {PROCESSORS_MEMBER: sorted(names)} if names else {}
 
 
-def next_first_row(manifest: Manifest) -> int:
-    """Return the row id at which new shards begin. No snapshot has used this row id or
-    a higher one.
-    """
-    spec = manifest.spec
-    return max(spec.shards, manifest.snapshot.next_shard) * spec.shard_size
-
-
 def edited(
     layout: Place,
     index: CommittedIndex,

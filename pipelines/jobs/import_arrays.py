@@ -1,4 +1,6 @@
-"""The import job: writes an index from token blocks and embeddings in .npy files."""
+"""The import job: writes an index, or appends rows to one, from token blocks and
+embeddings in .npy files.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from edje_index.indexing.faiss_build import build_ann, check_faiss
+from edje_index.indexing.faiss_build import build_ann, check_faiss, extend_ann
 from edje_index.inputs.tables import parquet_rows, value_columns
-from pipelines.jobs.resources import check_ann_memory, check_disk
+from pipelines.jobs.resources import (
+    check_ann_memory,
+    check_disk,
+    check_extension_memory,
+)
 from pipelines.metadata import Ignored, source_values
 from pipelines.progress.events import (
     JobStopped,
@@ -28,11 +34,14 @@ from pipelines.progress.events import (
 from pipelines.progress.wording import by_reason
 from storage_formats.arrays import Array
 from storage_formats.atomic import naming
+from storage_formats.change import open_at
 from storage_formats.codecs import BF16, codec
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec
+from storage_formats.format.manifest import Ann
 from storage_formats.format.parquet import open_parquet
-from storage_formats.format.places import open_place
+from storage_formats.format.places import Place, open_place
+from storage_formats.format.remote import open_index
 from storage_formats.remote.urls import IndexLocation
 from storage_formats.writing.index_writer import ROW_COLUMNS, IndexWriter, Rows
 
@@ -44,8 +53,9 @@ class ImportResult:
     """The result of an import.
 
     Attributes:
-        rows: number of rows of the new index.
-        shards: number of its shards.
+        rows: number of imported rows.
+        shards: number of new shards.
+        first_row: row id of the first imported row.
         block_shape: (m, d), tokens per row and width of a token.
         embed_dim: width of an embedding.
         bytes_per_image: length of a record in bytes, by precision.
@@ -55,6 +65,7 @@ class ImportResult:
 
     rows: int
     shards: int
+    first_row: int
     block_shape: tuple[int, int]
     embed_dim: int
     bytes_per_image: dict[str, int]
@@ -68,32 +79,38 @@ def import_arrays(
     out: IndexLocation,
     rows: Path | None = None,
     *,
-    precisions: Sequence[str] = ("bf16",),
-    encoder: str = "unknown",
+    append: bool = False,
+    precisions: Sequence[str] | None = None,
+    encoder: str | None = None,
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
 ) -> ImportResult:
-    """Write a new index at `out` from arrays of token blocks and embeddings. After an
-    error, the unfinished index is removed.
+    """Write a new index at `out` from arrays of token blocks and embeddings, or append
+    rows to the index at `out`. After an error, `out` is as before.
 
     Args:
         tokens: .npy file with an array of shape [rows, m, d], where m is the number of
             tokens per row and d the width of a token. Its dtype is float32, float16, or
             bfloat16 that was saved as uint16 or as raw 16-bit words.
         embeddings: .npy file with a floating-point array of shape [rows, embed_dim].
-        out: directory of the new index, or its URL (s3://, gs://, az://).
+        out: directory of the index, or its URL (s3://, gs://, az://).
         rows: Parquet file with the column `uri`, and any of the other `ROW_COLUMNS`.
             All other columns become source columns, except columns with binary values.
             A column whose name the index itself uses is renamed: `status` becomes
             `source_status`. If `rows` is None, the uri of each row is its row id.
-        precisions: precision of the stored tokens; repeatable.
-        encoder: name and version of your encoder, which computed the arrays.
+        append: append the rows to the index of arrays at `out`. Its precisions, its
+            encoder and its kind of nearest-neighbour index stay.
+        precisions: precision of the stored tokens; repeatable. None selects bf16, or
+            with `append` those of the index.
+        encoder: name and version of your encoder, which computed the arrays. None
+            selects "unknown", or with `append` that of the index.
         on_event: called with each progress event.
         should_stop: called often; the import stops once it returns True.
 
     Raises:
         UsageError: an input file is invalid, the files have different numbers of rows,
-            `out` is in use, or the disk or the memory is too small.
+            `out` is in use, or the disk or the memory is too small; or, with `append`,
+            the arrays, `precisions` or `encoder` do not fit the index.
         JobStopped: `should_stop()` returned True.
         MissingExtraError: FAISS is not installed.
     """
@@ -107,30 +124,52 @@ def import_arrays(
             " rows; save one row per image in both files"
         )
     _, m, d = blocks.shape
+    before = open_index(out).manifest if append else None
+    stored = before.spec.precisions if before else ("bf16",)
+    names = [codec(name).name for name in precisions or stored]
     spec = IndexSpec(
         len(blocks),
-        SHARD_SIZE,
+        before.spec.shard_size if before else SHARD_SIZE,
         (m, d),
         vectors.shape[1],
-        tuple(dict.fromkeys(precisions)),
+        tuple(dict.fromkeys(names)),
     )
     ignored = Ignored()
     parts = _row_parts(rows, spec.rows, ignored)
-    check_ann_memory(spec, None)
+    if before is None:
+        check_ann_memory(spec, None)
+    else:
+        check_extension_memory(before, spec.rows)
+        if {*names} != {*stored}:
+            raise UsageError(
+                f"{out} stores {', '.join(stored)}, so rows with {', '.join(names)}"
+                " cannot be appended; quantize the index before or afterwards",
+                parameter="precisions",
+            )
+        if encoder not in (None, kept := before.model.get("encoder")):
+            raise UsageError(
+                f"{out} has vectors of the encoder {kept!r}, not {encoder!r}; write a"
+                " new index",
+                parameter="encoder",
+            )
     with open_place(out) as place:
         check_disk(place, spec)
-    with IndexWriter.create(
-        out,
-        block_shape=spec.block_shape,
-        embed_dim=spec.embed_dim,
-        precisions=spec.precisions,
-        shard_size=spec.shard_size,
-        encoder=encoder,
+    with (
+        IndexWriter.open(out)
+        if append
+        else IndexWriter.create(
+            out,
+            block_shape=spec.block_shape,
+            embed_dim=spec.embed_dim,
+            precisions=spec.precisions,
+            shard_size=spec.shard_size,
+            encoder=encoder or "unknown",
+        )
     ) as writer:
         for count, table in parts:
             if should_stop():
                 raise JobStopped(
-                    f"the import stopped before {out} was written; run the import again"
+                    f"the import stopped, and {out} is as before; run the import again"
                 )
             part = slice(len(writer), len(writer) + count)
             writer.append(blocks[part], vectors[part], table)
@@ -139,16 +178,21 @@ def import_arrays(
             text = f"values of {rows} that are not stored: {by_reason(ignored)}"
             on_event(StatusMessage(text, is_warning=True))
         on_event(StatusMessage("building the nearest-neighbour index"))
-        manifest = writer.finish(build_ann)
+        manifest = writer.finish(_extended_ann if append else build_ann)
     return ImportResult(
         spec.rows,
         spec.shards,
+        manifest.spec.used_segments[-1].first_row,
         spec.block_shape,
         spec.embed_dim,
         {name: codec(name, spec.block_shape).record_bytes for name in spec.precisions},
         manifest.ann["kind"],
         time.monotonic() - started,
     )
+
+
+def _extended_ann(place: Place, spec: IndexSpec) -> Ann:
+    return extend_ann(place, spec, open_at(place).manifest.ann)
 
 
 def open_npy(path: Path, dimensions: int) -> Array:
@@ -245,7 +289,9 @@ def _table_parts(
     rows = parquet_rows(file, [*own, *others], _CHUNK_ROWS)
     while part := list(itertools.islice(rows, _CHUNK_ROWS)):
         values = [
-            source_values(dict(zip(others, row[len(own) :], strict=True)), ignored)
+            source_values(
+                dict(zip(others, row[len(own) :], strict=True)), ignored, renames=False
+            )
             or {}
             for row in part
         ]

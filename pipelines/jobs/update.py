@@ -28,7 +28,6 @@ from pipelines.jobs.changing import (
     ShardWork,
     apply,
     begin,
-    next_first_row,
 )
 from pipelines.jobs.compare import SourceChanges, compare_sources
 from pipelines.jobs.encode import earlier_plan, encoding
@@ -77,7 +76,7 @@ from storage_formats.format.rows import (
     read_shard_rows,
 )
 from storage_formats.remote.urls import IndexLocation, local_path
-from storage_formats.writing.publish import total_counts
+from storage_formats.writing.publish import next_first_row, total_counts
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -1,9 +1,9 @@
-"""Writing of a whole index from arrays, for callers that compute embeddings and tokens
+"""Writing of an index from arrays, for callers that compute embeddings and tokens
 themselves.
 
 The writer writes each full shard to disk. It writes `index.json` last, so that a reader
-sees either the whole index or no index. If the process of a writer is killed, the next
-writer for the same directory removes the unfinished index and begins a new one.
+sees either all appended rows or none of them. If the process of a writer is killed, the
+next writer for the same directory removes what the killed one wrote, and begins again.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import contextlib
 import datetime
 import hashlib
 import math
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -32,16 +31,20 @@ from storage_formats.arguments import (
 from storage_formats.arrays import Array, Floats, as_array
 from storage_formats.atomic import Json
 from storage_formats.change import (
+    IndexChange,
     NewIndex,
+    begin_change,
     begin_index,
     begin_new_index,
 )
 from storage_formats.codecs import BF16, Blocks, codec
 from storage_formats.errors import UsageError
-from storage_formats.format.layout import IndexSpec
+from storage_formats.format.layout import IndexSpec, Segment
 from storage_formats.format.manifest import Ann, Manifest
+from storage_formats.format.offset import open_codec
 from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt, fetch_tables, fingerprint
+from storage_formats.format.remote import open_index
 from storage_formats.format.rows import (
     ROW_SCHEMA,
     RowEntry,
@@ -50,21 +53,36 @@ from storage_formats.format.rows import (
 )
 from storage_formats.format.source_columns import (
     MAX_COLUMNS,
+    MAX_NAME_BYTES,
     MAX_ROW_BYTES,
-    RENAMED_PREFIX,
     CountedColumns,
+    SourceColumn,
     Value,
     is_allowed,
     python_value,
     stored_name,
 )
 from storage_formats.remote.urls import IndexLocation, index_location
-from storage_formats.writing.publish import new_manifest
+from storage_formats.writing.publish import (
+    add_counts,
+    new_manifest,
+    next_first_row,
+    total_counts,
+    write_tables,
+)
 from storage_formats.writing.shard_writer import ShardWriter
 from storage_formats.writing.token_shard import refuse_outside
 
 BuildAnn: TypeAlias = Callable[[Place, IndexSpec], Ann]
-Rows: TypeAlias = Sequence[str] | Mapping[str, Any] | pa.Table | pa.RecordBatch
+
+
+class _ArrowTable(Protocol):
+    """A table of pandas, Polars, pyarrow or another library that gives Arrow data."""
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object: ...
+
+
+Rows: TypeAlias = Sequence[str] | Mapping[str, Any] | _ArrowTable
 
 ROW_COLUMNS = ("uri", "uri_raw", "size", "content_hash", "width", "height")
 """Standard columns of the rows table that a caller of `IndexWriter.append` may give."""
@@ -72,16 +90,17 @@ _BLOCK_TYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(BF16))
 _EMBEDDING_TYPES = (*_BLOCK_TYPES, np.dtype(np.float64))
 # The exponent bits of bfloat16. All of them are set in NaN and infinity only.
 _EXPONENT = np.uint16(0x7F80)
+_KIND = "import-arrays"
 
 
 class IndexWriter:
-    """Writes an index of token blocks and embeddings that the caller computed. Not
-    thread-safe.
+    """Writes an index of token blocks and embeddings that the caller computed, or
+    appends rows to such an index. Not thread-safe.
 
-    Use the writer in a `with` statement. The end of the block commits the index. If an
-    exception ends the block, all written files are removed. The writer holds at most
-    one shard in memory. To add a nearest-neighbour index, call `edje_index.add_ann`
-    after the block.
+    Use the writer in a `with` statement. The end of the block commits the rows. If an
+    exception ends the block, all written files are removed, and an existing index is
+    as before. The writer holds at most one shard in memory. To add a nearest-neighbour
+    index of all rows, call `edje_index.add_ann` after the block, also after an append.
 
     Examples:
         >>> import numpy as np
@@ -100,19 +119,41 @@ class IndexWriter:
         range(20, 30)
         >>> TokenStore.open("arrays.edje", "fp8").fetch([29, 0]).shape
         (2, 4, 16)
+        >>> with IndexWriter.open("arrays.edje") as writer:
+        ...     columns = {"uri": ["late"], "captions": [["a late page"]]}
+        ...     row_ids = writer.append(blocks[:1], embeddings[:1], columns)
+        >>> row_ids
+        range(1024, 1025)
     """
 
-    def __init__(self, root: IndexLocation, spec: IndexSpec, encoder: str) -> None:
-        """Do not call this: use `IndexWriter.create`."""
+    def __init__(
+        self,
+        root: IndexLocation,
+        spec: IndexSpec,
+        encoder: str,
+        begun: contextlib.AbstractContextManager[NewIndex | IndexChange],
+    ) -> None:
+        """Do not call this: use `IndexWriter.create` or `IndexWriter.open`."""
         self._location = root
-        # The number of rows of the index is not known yet, so `spec.rows` is the number
-        # of rows of one shard.
+        # The number of new rows is not known yet, so `spec` is the shape of the index
+        # before the change. In a new index, it has the rows of one shard.
         self._spec = spec
         self._encoder = encoder
-        self._codecs = [codec(name, spec.block_shape) for name in spec.precisions]
         # The change holds the lock of the index until this stack is closed.
         self._held_change = contextlib.ExitStack()
-        self._change: NewIndex
+        self._change = self._held_change.enter_context(begun)
+        self._first_row = 0
+        earlier: Sequence[SourceColumn] = ()
+        self._codecs = [codec(name, spec.block_shape) for name in spec.precisions]
+        if isinstance(self._change, IndexChange):
+            index = self._change.index
+            self._first_row = next_first_row(index.manifest)
+            earlier = index.manifest.columns
+            self._codecs = [open_codec(index, name) for name in spec.precisions]
+        self._place = self._change.layout
+        if self._place.names(self._place.receipts):
+            # A killed writer has left these files.
+            self._change.start_again()
         self._open = True
         self._receipts: list[ShardReceipt] = []
         # `_held` is the number of rows that are not on disk yet. `_rows` has their
@@ -120,12 +161,12 @@ class IndexWriter:
         # embeddings are the first `_held` items of `_blocks` and `_embeddings`.
         self._rows: list[RowEntry] = []
         self._values: list[dict[str, Value]] = []
-        self._columns = CountedColumns()
+        self._columns = CountedColumns(earlier)
         self._held = 0
         self._blocks = np.empty((spec.shard_size, *spec.block_shape), dtype=BF16)
         self._embeddings = np.empty((spec.shard_size, spec.embed_dim), dtype=np.float32)
         self._plan = fingerprint(
-            {"kind": "import-arrays", "spec": asdict(spec), "encoder": encoder}
+            {"kind": _KIND, "spec": asdict(spec), "encoder": encoder}
         )
 
     @classmethod
@@ -171,20 +212,51 @@ class IndexWriter:
         if not spec.precisions:
             raise UsageError("precisions is empty; name at least one precision")
         root = index_location(path)
-        writer = cls(root, spec, as_text(encoder, "encoder"))
-        # A change is resumed only if its request is equal. A random request makes sure
-        # that the writer never resumes the change of an earlier writer.
-        request = {"writer": uuid.uuid4().hex}
-        change = begin_new_index(root, "import-arrays", request)
-        writer._change = writer._held_change.enter_context(change)
-        return writer
+        text = as_text(encoder, "encoder")
+        return cls(root, spec, text, begin_new_index(root, _KIND))
+
+    @classmethod
+    def open(cls, path: IndexLocation) -> IndexWriter:
+        """Begin to append rows to an index that an `IndexWriter` or `import-arrays`
+        wrote. The rows are committed together, as a new snapshot, and have the
+        precisions of the index. The first new row id is a multiple of the shard size.
+
+        Args:
+            path: directory of the index.
+
+        Raises:
+            UsageError: there is no index at `path`, or it was built from images.
+            EdjeError: another process is changing the index, or another change was
+                stopped; see `begin_change`.
+            OSError: the directory cannot be written.
+        """
+        root = index_location(path)
+        manifest = open_index(root).manifest
+        if "encoder" not in manifest.model:
+            raise UsageError(
+                f"{root} was not built from arrays, so no arrays can be appended to it;"
+                " append images, or write a new index"
+            )
+        encoder = manifest.model["encoder"]
+        return cls(root, manifest.spec, encoder, begin_change(root, _KIND))
 
     __repr__ = repr_of("_location", "_spec")
     __reduce__ = refuse_pickle("let one process write, and send it the arrays")
 
     def __len__(self) -> int:
-        """Return the number of appended rows."""
+        """Return the number of rows that this writer has appended."""
         return len(self._receipts) * self._spec.shard_size + self._held
+
+    @property
+    def _spec_after(self) -> IndexSpec:
+        """The shape of the index with the rows appended so far, which are at least
+        one.
+        """
+        rows = len(self)
+        if isinstance(self._change, NewIndex):
+            return replace(self._spec, rows=rows)
+        segments = (*self._spec.used_segments, Segment(self._first_row, rows))
+        return replace(self._spec, rows=segments[-1].stop, segments=segments)
 
     def append(
         self,
@@ -206,12 +278,14 @@ class IndexWriter:
                 change MaxSim scores.
             embeddings: [k, embed_dim], floating point, finite, not zero. They are
                 scaled to unit length and stored as float32.
-            rows: description of the k rows: a list of URIs, or a pyarrow table, a
-                pyarrow record batch or a dictionary of columns. Columns named in
-                `ROW_COLUMNS` are stored as the standard columns of the rows table. Any
-                other column, for example of captions, becomes a source column. Its
-                values may be truth values, numbers, texts, times, lists of texts or
-                None. Without a column `uri`, the URI of a row is its row id.
+            rows: description of the k rows: a list of URIs, a dictionary of columns,
+                or a table of pandas, Polars or pyarrow. The index of a pandas table is
+                not used. Columns named in `ROW_COLUMNS` are stored as the standard
+                columns of the rows table. Any other column, for example of captions,
+                becomes a source column. Its values may be truth values, numbers, texts,
+                times, lists of texts or None. If the index uses the name of a column
+                itself, such as `status`, the column is stored as `source_status`.
+                Without a column `uri`, the URI of a row is its row id.
 
         Raises:
             UsageError: an argument has a wrong shape or type, a value is not finite, a
@@ -247,13 +321,13 @@ class IndexWriter:
             raise UsageError(
                 f"rows has more than {MAX_COLUMNS} columns; leave some out"
             )
-        first = len(self)
+        first = self._first_row + len(self)
         done = 0
         while done < len(blocks):
             if self._held == self._spec.shard_size:
                 self._commit_shard()
             stop = min(len(blocks), done + self._spec.shard_size - self._held)
-            row = len(self)
+            row = first + done
             held = self._held + stop - done
             converted = _as_bf16(blocks[done:stop], row)
             for token_codec in self._codecs:
@@ -281,14 +355,14 @@ class IndexWriter:
         return range(first, first + len(blocks))
 
     def finish(self, build_ann: BuildAnn | None = None) -> Manifest:
-        """Commit the index and close the writer. The end of a `with` block calls this
-        method.
+        """Commit the appended rows and close the writer. The end of a `with` block
+        calls this method.
 
         Args:
             build_ann: called as `build_ann(place, spec)`. It writes a nearest-neighbour
                 index to the index at `place`, which has the shape `spec`, and returns
                 the value of `ann` in `index.json`. None writes no nearest-neighbour
-                index.
+                index; after an append, the index has none either.
 
         Raises:
             UsageError: no row was appended, or the writer is closed.
@@ -304,32 +378,49 @@ class IndexWriter:
                 self._release()
 
     def _committed(self, build_ann: BuildAnn | None) -> Manifest:
-        place = self._change.layout
-        rows = len(self)
-        if not rows:
+        place = self._place
+        if not len(self):
             raise UsageError(
                 f"no row was appended to {place.location}; append at least one row"
                 " before you finish the index"
             )
+        # The last shard may be shorter, and `len` counts full shards.
+        spec = self._spec_after
+        rows = len(self)
         if self._held:
             self._commit_shard()
-        spec = replace(self._spec, rows=rows)
-        begin_index(place, spec)
+        columns = self._columns.columns()
+        change = self._change
+        if isinstance(change, NewIndex):
+            begin_index(place, spec)
         fetch_tables(place, self._receipts)
-        fingerprint = hashlib.sha256(self._encoder.encode()).hexdigest()
-        model = {"encoder": self._encoder, "fingerprint": fingerprint}
         ann: Ann = {"kind": "none"} if build_ann is None else build_ann(place, spec)
-        manifest = new_manifest(
-            place,
-            spec,
-            self._receipts,
-            self._columns.columns(),
-            model=model,
-            settings={},
-            plan=self._plan,
-            ann=ann,
-        )
-        self._change.commit(manifest)
+        if isinstance(change, NewIndex):
+            fingerprint = hashlib.sha256(self._encoder.encode()).hexdigest()
+            manifest = new_manifest(
+                place,
+                spec,
+                self._receipts,
+                columns,
+                model={"encoder": self._encoder, "fingerprint": fingerprint},
+                settings={},
+                plan=self._plan,
+                ann=ann,
+            )
+        else:
+            before = change.index.manifest
+            tables = write_tables(place, spec, self._receipts, columns, change.index)
+            manifest = replace(
+                before,
+                spec=spec,
+                counts=add_counts(before.counts, total_counts(self._receipts)),
+                ann=ann,
+                columns=columns,
+                **tables,
+            )
+            details = {"first_row": self._first_row, "rows": rows}
+            manifest = change.new_snapshot(manifest, details)
+        change.commit(manifest)
         return manifest
 
     def abort(self) -> None:
@@ -366,9 +457,8 @@ class IndexWriter:
 
     def _commit_shard(self) -> None:
         held = self._held
-        spec = replace(self._spec, rows=len(self))
-        place = self._change.layout
-        with ShardWriter(place, spec, len(self._receipts)) as writer:
+        shard = self._first_row // self._spec.shard_size + len(self._receipts)
+        with ShardWriter(self._place, self._spec_after, shard) as writer:
             positions = np.arange(held, dtype=np.int64)
             writer.put(positions, self._blocks[:held], self._embeddings[:held])
             table = with_source_values(
@@ -450,16 +540,23 @@ def _as_unit_vectors(embeddings: Array, first: int) -> Floats:
 
 
 def _given_columns(rows: Rows | None, count: int) -> Json:
-    """Return the columns that the argument `rows` of `append` gives, keyed by name.
-    Columns in `ROW_COLUMNS` are converted to lists of the right type.
+    """Return the columns that the argument `rows` of `append` gives, keyed by stored
+    name. Columns in `ROW_COLUMNS` are converted to lists of the right type.
 
     Raises:
         UsageError: a column has a wrong name, type or length.
     """
     if rows is None:
         return {}
-    if isinstance(rows, pa.Table | pa.RecordBatch):
-        columns: Json = {name: rows[name] for name in rows.schema.names}
+    if hasattr(rows, "reset_index"):
+        # Otherwise Arrow would make columns of an index of pandas.
+        rows = rows.reset_index(drop=True)
+    if hasattr(rows, "__arrow_c_stream__"):
+        try:
+            table = pa.table(rows)
+            columns: Json = {name: table[name] for name in table.column_names}
+        except (pa.ArrowException, ValueError, KeyError) as error:
+            raise UsageError(f"cannot read the table rows: {error}") from error
     elif isinstance(rows, Mapping):
         columns = {
             as_text(name, "rows"): values
@@ -469,22 +566,28 @@ def _given_columns(rows: Rows | None, count: int) -> Json:
         }
     else:
         columns = {"uri": as_list(rows, "rows", "URIs, a table or a mapping")}
-    for name in columns.keys() - {*ROW_COLUMNS}:
-        is_free = stored_name(name, ROW_SCHEMA.names) == name
-        if not is_allowed(name) or not (is_free or name.startswith(RENAMED_PREFIX)):
-            raise UsageError(
-                f"rows cannot have a column {name}, which the index writes itself;"
-                " rename this column"
-            )
     for name, values in columns.items():
+        if not is_allowed(name):
+            raise UsageError(
+                f"rows cannot have a column {shown(name)}: a name has at most"
+                f" {MAX_NAME_BYTES} bytes and printable characters; rename this column"
+            )
         if len(values) != count:
             raise UsageError(
                 f"{count} blocks need {count} rows, but column {name} of rows has"
                 f" {len(values)} values"
             )
     return {
-        name: _column(ROW_SCHEMA.field(name), values) if name in ROW_COLUMNS else values
-        for name, values in columns.items()
+        **{
+            stored_name(name, ROW_SCHEMA.names): values
+            for name, values in columns.items()
+            if name not in ROW_COLUMNS
+        },
+        **{
+            name: _column(ROW_SCHEMA.field(name), columns[name])
+            for name in ROW_COLUMNS
+            if name in columns
+        },
     }
 
 

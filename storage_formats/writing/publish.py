@@ -170,6 +170,14 @@ def write_tables(
     }
 
 
+def next_first_row(manifest: Manifest) -> int:
+    """Return the row id at which new shards begin. No snapshot has used this row id or
+    a higher one.
+    """
+    spec = manifest.spec
+    return max(spec.shards, manifest.snapshot.next_shard) * spec.shard_size
+
+
 def with_tombstones(
     layout: Place, spec: IndexSpec, snapshot: Snapshot, tombstones: Tombstones
 ) -> Snapshot:

@@ -78,6 +78,7 @@ INDEXES = {
     "deleted": ("built", "delete deleted --rows 2"),
     "two": ("built", "quantize two --to fp8"),
     "damaged": ("two", ""),
+    "imported": ("", "import-arrays tokens.npy embeddings.npy --out imported"),
     # two segments and two precisions, a deleted and an edited row, and FAISS files
     "appended": ("two", "append appended more --engine inline"),
     "shorter": ("appended", "delete shorter --rows 2"),
@@ -106,6 +107,10 @@ CASES = {
         "",
         "import-arrays tokens.npy embeddings.npy --out INDEX",
     ),
+    "import-append": (
+        "imported",
+        "import-arrays tokens.npy embeddings.npy --out INDEX --append",
+    ),
     "repair": ("damaged", "repair INDEX"),
     "append-lived": ("lived", "append INDEX late --engine inline"),
     "update-lived": ("lived", "update INDEX living --max-vanished 1 --engine inline"),
@@ -130,6 +135,7 @@ _CHANGES_AGAIN = (
     "copy-rows",
     "compact",
     "import-arrays",
+    "import-append",
 )
 # each file or snapshot counts
 _SEVERAL_CHANGES = ("erase", "gc", "repair")

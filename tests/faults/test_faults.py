@@ -104,6 +104,7 @@ def request_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Request]
         ("delete", "errors", {"fault": "EIO", "only": "fsync .*/index$"}),
         # the next run refused the directory
         ("import-arrays", "crashes", {"only": "rename .*journal"}),
+        ("import-append", "crashes", {"most": 40}),
         # the folder of shard tables was missing
         ("copy-rows", "crashes", {"only": r"rename index/build/staging/\.index\.json"}),
         # files stayed for ever

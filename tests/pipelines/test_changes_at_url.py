@@ -158,6 +158,9 @@ def test_arrays_are_imported(tmp_path):
     np.save(tmp_path / "embeddings.npy", rng.standard_normal((9, 4), dtype=np.float32))
     for out in (URL, tmp_path / "local.edje"):
         import_arrays(tmp_path / "tokens.npy", tmp_path / "embeddings.npy", out)
+        import_arrays(
+            tmp_path / "tokens.npy", tmp_path / "embeddings.npy", out, append=True
+        )
     assert contents(URL) == contents(tmp_path / "local.edje")
 
 

@@ -61,6 +61,7 @@ def test_round_trip(run, files, tmp_path):
     assert result == {
         "rows": ROWS,
         "shards": 3,
+        "first_row": 0,
         "block_shape": [4, 16],
         "embed_dim": 8,
         "bytes_per_image": {"fp8": 68, "bf16": 128},
@@ -203,6 +204,7 @@ def test_other_columns_are_kept_as_those_of_a_source(run, files, tmp_path):
         "data": pa.array([b"x"]),
         # names that the rows table uses or reserves
         "status": pa.array(["draft"]),
+        "source_status": pa.array(["final"]),
         "edje_note": pa.array(["x"]),
         "uri_raw": pa.array([b"x"]),
     }
@@ -219,7 +221,7 @@ def test_other_columns_are_kept_as_those_of_a_source(run, files, tmp_path):
     assert code == 0
     assert "(binary column) 1, (number not finite) 1" in message
     rows = read_rows(out, [0, ROWS - 1]).to_pylist()
-    names = [*columns, "source_status", "source_edje_note"]
+    names = [*columns, "source_source_status", "source_edje_note"]
     assert {name: rows[0].get(name) for name in names} == {
         "fixed": ["a", "b"],
         "day": datetime.datetime(2026, 5, 1, tzinfo=datetime.UTC),
@@ -231,6 +233,7 @@ def test_other_columns_are_kept_as_those_of_a_source(run, files, tmp_path):
         "edje_note": None,
         "uri_raw": b"x",
         "source_status": "draft",
+        "source_source_status": "final",
         "source_edje_note": "x",
     }
     assert rows[1]["score"] is None
@@ -240,10 +243,39 @@ def test_a_stopped_import_leaves_nothing(files, tmp_path, monkeypatch):
     out = tmp_path / "out"
     monkeypatch.setattr(importing, "_CHUNK_ROWS", 32)
     monkeypatch.setattr(importing, "SHARD_SIZE", 32)
-    with pytest.raises(JobStopped, match="the import stopped before"):
+    with pytest.raises(JobStopped, match="is as before"):
         importing.import_arrays(
             *files[:2],
             out,
             should_stop=lambda: Layout(out).receipt(2).exists(),
         )
     assert not out.exists()
+
+
+def test_rows_are_appended_with_their_nearest_neighbours(run, files, tmp_path):
+    out = tmp_path / "pages.edje"
+    assert run("import-arrays", *files[:2], "--out", out, "--encoder", "mine-1")[0] == 0
+    words = ["import-arrays", *files, "--out", out, "--append"]
+    code, output, _ = run(*words, "--json")
+    assert code == 0, output
+    first = json.loads(output)["first_row"]
+    assert first == 3 * 1024
+    assert verify_index(out) == []
+    for row in (7, first + 7):
+        (hit,) = LateInteractionSearch.open(out).search(
+            np.load(files[0])[7],
+            k=1,
+            embedding=np.load(files[1])[7],
+            where="note = 'x'" if row >= first else None,
+        )
+        assert (hit.row_id, hit.uri) == (row, "page 7" if row >= first else "7")
+    for options, message in (
+        (["--precision", "fp8"], "stores bf16, so rows with fp8 cannot be appended"),
+        (["--encoder", "mine-2"], "of the encoder 'mine-1', not 'mine-2'"),
+    ):
+        code, _, error = run(*words, *options)
+        assert (code, message in error) == (2, True), error
+    code, _, error = run(*words[:-2], tmp_path / "none", "--append")
+    assert (code, error.count("\n")) == (2, 1)
+    assert run("rollback", out, "0")[0] == 0
+    assert len(read_rows(out)) == ROWS

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import datetime
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -102,6 +104,7 @@ def test_block_types(tmp_path, dtype):
         {"uri": ["a", "b"], "width": [3, 4]},
         pa.table({"width": pa.array([3, 4], pa.int64()), "uri": ["a", "b"]}),
         pa.record_batch({"uri": ["a", "b"], "width": np.array([3, 4])}),
+        pandas.DataFrame({"uri": ["a", "b"], "width": [3, 4]}, index=["x", "y"]),
     ],
 )
 def test_columns_of_rows(tmp_path, rows):
@@ -120,7 +123,9 @@ def test_columns_of_rows(tmp_path, rows):
     [
         (["a"], "2 blocks need 2 rows, but column uri of rows has 1"),
         ("ab", "got 'ab'"),
-        ({"status": ["failed"] * 2}, "cannot have a column status"),
+        ({"a\n": ["x"] * 2}, "cannot have a column 'a.n'"),
+        (pa.table([["a"] * 2] * 2, names=["x", "x"]), "exists 2 times"),
+        (pandas.DataFrame({"x": ["a", 1]}), "cannot read the table rows"),
         (
             {"width": ["wide", "narrow"]},
             "column width of rows cannot be converted to int32",
@@ -266,6 +271,111 @@ def test_other_columns_become_source_columns(tmp_path):
     assert verify_index(root) == []
 
 
+def test_missing_values_of_pandas_are_null(tmp_path):
+    table = pandas.DataFrame(
+        {
+            "stars": [1.5, np.nan],
+            "captions": [["a", "b"], None],
+            "kind": pandas.Categorical(["x", None]),
+        }
+    )
+    with IndexWriter.create(tmp_path / "index", **SHAPE) as writer:
+        writer.append(*arrays(2), table)
+    rows = read_rows(tmp_path / "index", columns=[*table.columns]).to_pylist()
+    assert rows == [
+        {"stars": 1.5, "captions": ["a", "b"], "kind": "x"},
+        {"stars": None, "captions": None, "kind": None},
+    ]
+
+
+def test_names_that_the_index_uses_get_a_prefix(tmp_path):
+    names = ["status", "source_status", "edje_note", "row_id"]
+    with IndexWriter.create(tmp_path / "index", **SHAPE) as writer:
+        writer.append(*arrays(1), {name: [name] for name in names})
+    columns = {each.name for each in Manifest.load(tmp_path / "index").columns}
+    assert columns == {f"source_{name}" for name in names}
+    row = read_rows(tmp_path / "index").to_pylist()[0]
+    assert (row["status"], row["source_status"]) == ("indexed", "status")
+    assert row["source_source_status"] == "source_status"
+
+
+def test_rows_are_appended_as_a_snapshot(tmp_path):
+    root = tmp_path / "index"
+    blocks, embeddings = arrays(20)
+    with IndexWriter.create(root, precisions=["bf16", "fp8"], **SHAPE) as writer:
+        writer.append(blocks[:7], embeddings[:7], {"stars": [1] * 7})
+    before = files_of(root)
+    rows = {"uri": [f"late {row}" for row in range(13)], "stars": [0.5] * 13}
+    with IndexWriter.open(root) as writer:
+        # a shard boundary, after row 6
+        assert writer.append(blocks[7:9], embeddings[7:9]) == range(10, 12)
+        late = {name: values[2:] for name, values in rows.items()}
+        assert writer.append(blocks[9:], embeddings[9:], late) == range(12, 23)
+        assert len(writer) == 13
+        # nobody sees the rows yet
+        assert len(TokenStore.open(root)) == 7
+    assert verify_index(root) == []
+    manifest = Manifest.load(root)
+    assert (manifest.snapshot.number, manifest.counts.indexed) == (1, 20)
+    assert (
+        manifest.snapshot.change.items()
+        >= {
+            "kind": "import-arrays",
+            "first_row": 10,
+            "rows": 13,
+        }.items()
+    )
+    ids = [*range(7), *range(10, 23)]
+    assert same_bits(
+        TokenStore.open(root, "bf16").fetch(ids), blocks.astype(ml_dtypes.bfloat16)
+    )
+    with IndexWriter.create(tmp_path / "whole", precisions=["fp8"], **SHAPE) as writer:
+        writer.append(blocks, embeddings)
+    assert same_bits(
+        TokenStore.open(root, "fp8").fetch(ids),
+        TokenStore.open(tmp_path / "whole", "fp8").fetch(range(20)),
+    )
+    table = read_rows(root)
+    assert table["uri"].to_pylist()[6:] == ["6", "10", "11", *rows["uri"][2:]]
+    # the type of the column has changed for all rows
+    assert table["stars"].to_pylist() == [1.0] * 7 + [None] * 2 + [0.5] * 11
+    # files of the first snapshot are as before, so it can be read
+    after = files_of(root)
+    assert {
+        path
+        for path, data in before.items()
+        if after[path] != data and path.name not in ("index.json", "zarr.json")
+    } == set()
+    # a second append
+    with IndexWriter.open(root) as writer:
+        assert writer.append(blocks[:1], embeddings[:1]) == range(25, 26)
+    assert verify_index(root) == []
+
+
+def test_an_append_that_fails_changes_nothing(tmp_path):
+    root = tmp_path / "index"
+    with IndexWriter.create(root, **SHAPE) as writer:
+        writer.append(*arrays(7))
+    before = files_of(root)
+    with (
+        pytest.raises(UsageError, match="must have the shape"),
+        IndexWriter.open(root) as writer,
+    ):
+        write_then_fail(writer)
+    assert files_of(root) == before
+    with (
+        pytest.raises(UsageError, match="no row was appended"),
+        IndexWriter.open(root),
+    ):
+        pass
+    assert files_of(root) == before
+
+
+def test_an_index_of_images_is_refused():
+    with pytest.raises(UsageError, match="not built from arrays"):
+        IndexWriter.open(REPO / "tests/golden/release_0_1/index")
+
+
 def test_a_closed_writer_refuses(tmp_path):
     with IndexWriter.create(tmp_path / "index", **SHAPE) as writer:
         writer.append(*arrays(1))
@@ -327,25 +437,33 @@ with writer:
 """
 
 
-@pytest.mark.parametrize("shards", [0, 1, 4])
-def test_a_killed_writer_leaves_nothing_that_opens_and_the_next_begins_again(
-    tmp_path, shards
-):
-    root = tmp_path / "index"
+CREATED = ", block_shape=(4, 16), embed_dim=8, shard_size=5"
+
+
+def kill_when(exists, script, root):
+    """Run `script` with the argument `root`, and kill it as soon as the file exists."""
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     process = subprocess.Popen(
-        [sys.executable, "-c", ENDLESS, str(root)], env=environment
+        [sys.executable, "-c", script, str(root)], env=environment
     )
     try:
-        waited = Layout(root).receipt(shards - 1) if shards else Layout(root).journal
         limit = time.monotonic() + 60
-        while not waited.exists():
+        while not exists.exists():
             assert time.monotonic() < limit
             assert process.poll() is None
             time.sleep(0.001)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
+
+
+@pytest.mark.parametrize("shards", [0, 1, 4])
+def test_a_killed_writer_leaves_nothing_that_opens_and_the_next_begins_again(
+    tmp_path, shards
+):
+    root = tmp_path / "index"
+    waited = Layout(root).receipt(shards - 1) if shards else Layout(root).journal
+    kill_when(waited, ENDLESS, root)
     with pytest.raises(IncompleteIndexError, match="delete the directory"):
         TokenStore.open(root)
     with pytest.raises(IncompleteIndexError):
@@ -355,6 +473,30 @@ def test_a_killed_writer_leaves_nothing_that_opens_and_the_next_begins_again(
     with IndexWriter.create(tmp_path / "calm", **SHAPE) as writer:
         writer.append(*arrays(3))
     assert files_of(root) == files_of(tmp_path / "calm")
+
+
+@pytest.mark.parametrize("shards", [0, 2])
+def test_a_killed_append_keeps_the_index(tmp_path, shards):
+    root = tmp_path / "index"
+    with IndexWriter.create(root, **SHAPE) as writer:
+        writer.append(*arrays(7))
+    shutil.copytree(root, tmp_path / "calm")
+    script = ENDLESS.replace("create(", "open(").replace(CREATED, "")
+    waited = Layout(root).receipt(1 + shards) if shards else Layout(root).journal
+    kill_when(waited, script, root)
+    # readers see the rows of before
+    assert len(TokenStore.open(root)) == 7
+    for each in (root, tmp_path / "calm"):
+        with IndexWriter.open(each) as writer:
+            writer.append(*arrays(3))
+        assert verify_index(each) == []
+    differing = {
+        path
+        for path, data in files_of(root).items()
+        if files_of(tmp_path / "calm").get(path) != data
+    }
+    # the time of the change
+    assert differing <= {Path("index.json")}
 
 
 def test_memory_is_bounded_by_a_shard(tmp_path):
