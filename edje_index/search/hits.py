@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edje_index.scoring.weights import PART_NAMES
-from storage_formats.arguments import as_count, as_number
+from storage_formats.arguments import as_count, as_number, as_path
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.source_columns import CAPTION_COLUMNS, stored_name
 from storage_formats.remote.urls import IndexLocation
@@ -207,6 +207,13 @@ class Hits(list[Hit]):
             rows, pa.unify_schemas([schema, others], promote_options="permissive")
         )
 
+    def save(self, path: str | Path) -> None:
+        """Write the table of `to_arrow` to a file, as Parquet if its name ends in
+        .parquet, otherwise as CSV; see `table_bytes`.
+        """
+        file = as_path(path, "path")
+        file.write_bytes(table_bytes(self.to_arrow(), file.suffix))
+
     def to_pandas(self) -> Any:
         """Return a pandas data frame with the columns of `to_arrow`.
 
@@ -254,6 +261,33 @@ class Hits(list[Hit]):
                 hits=hits, images=images, more=len(self) - len(hits), problem=problem
             )
         )
+
+
+def table_bytes(table: pa.Table, suffix: str) -> bytes:
+    """Return `table` as a Parquet file if `suffix` is ".parquet", otherwise as CSV.
+
+    Spreadsheets open the CSV: it begins with a byte order mark, and the texts of a list
+    are joined with "; ".
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    sink = pa.BufferOutputStream()
+    if suffix == ".parquet":
+        import pyarrow.parquet as pq
+
+        pq.write_table(table, sink)
+        return bytes(sink.getvalue())
+    import pyarrow.csv as pa_csv
+
+    for position, column in enumerate(table.schema):
+        if pa.types.is_list(column.type):
+            texts = table[position].cast(pa.list_(pa.string()))
+            joined = pc.binary_join(texts, "; ")
+            table = table.set_column(position, column.name, joined)
+    sink.write("\ufeff".encode())
+    pa_csv.write_csv(table, sink)
+    return bytes(sink.getvalue())
 
 
 class Stages(dict[str, float]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ _QUERIES_AT_ONCE = 64
 _FREQUENT = 10
 # Options of `search` without effect on each kind of query.
 _WITHOUT_EFFECT = {
-    "--texts": "where precision html columns",
+    "--texts": "where precision html columns csv",
     "--image": "score precision html pool",
     "--queries": "html",
 }
@@ -53,6 +53,7 @@ def search(
     device: str = "auto",
     dtype: str = "auto",
     html: Path | None = None,
+    csv: Path | None = None,
 ) -> None:
     """Find the images that match TEXT best. Give TEXT, --queries or --image.
 
@@ -83,6 +84,7 @@ def search(
       edje-index search photos.edje "a car" --where "width > 800 and licence = 'cc0'"
       edje-index search photos.edje "a red car" --columns captions,licence
       edje-index search photos.edje "a red car" --html car.html
+      edje-index search photos.edje "a red car" --csv car.csv
       edje-index search photos.edje --queries queries.txt --json
       edje-index search photos.edje --image car.jpg
       edje-index search photos.edje --image car.jpg --texts captions.txt
@@ -116,6 +118,8 @@ def search(
             these and on cuda if the model bundle says that recall stays the same, else
             float32.
         html: also write an HTML page that shows the hits before and after re-ranking.
+        csv: also write the hits to a table for spreadsheets: CSV, or Parquet if the
+            name ends in .parquet.
     """
     sources = {"--texts": texts, "--image": image, "--queries": queries}
     if sum(query is not None for query in (text, queries, image)) != 1:
@@ -179,9 +183,12 @@ def search(
         else:
             hits = opened.search_image(image, k, where=where).at_least(min_relevance)
             _print_hits(str(image), hits, empty)
+            if csv is not None:
+                _write_table(csv, [(str(image), hits)])
         return
     # The page ranks all candidates, so the search has to return all of them.
     shown = k if html is None else pool or max(k, opened.default_pool)
+    answers = []
     for start in range(0, len(query_texts), _QUERIES_AT_ONCE):
         batch = query_texts[start : start + _QUERIES_AT_ONCE]
         results = opened.search(batch, shown, pool, where=where)
@@ -190,6 +197,10 @@ def search(
                 print_line(f"query: {query}")
             kept = found.at_least(min_relevance).first(k)
             _print_hits(query, kept, empty, marks_weak=trained)
+            if csv is not None:
+                answers.append((query, kept))
+    if csv is not None:
+        _write_table(csv, answers)
     if html is not None:
         from pipelines.pages import search_page
         from storage_formats.atomic import write_bytes_atomic
@@ -205,6 +216,25 @@ def search(
         )
         write_bytes_atomic(html, page.encode(errors="backslashreplace"))
         note(f"page: {html}")
+
+
+def _write_table(path: Path, answers: Sequence[tuple[str, Hits]]) -> None:
+    """Write the hits of all queries to one table, with the query of each hit in the
+    first column.
+    """
+    import pyarrow as pa
+
+    from edje_index.search.hits import table_bytes
+    from storage_formats.atomic import write_bytes_atomic
+
+    tables = []
+    for query, hits in answers:
+        table = hits.to_arrow()
+        queries = pa.array([query] * len(table), pa.string())
+        tables.append(table.add_column(0, "query", queries))
+    joined = pa.concat_tables(tables, promote_options="permissive")
+    write_bytes_atomic(path, table_bytes(joined, path.suffix))
+    note(f"table: {path}")
 
 
 def _print_hits(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, replace
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from fastapi import Query, Request, Response
@@ -25,7 +25,7 @@ from edje_index.inputs.thumbnails import (
     thumbnail_of,
 )
 from edje_index.scoring.weights import EMBEDDING, IMAGE_TO_TEXT, TEXT_TO_IMAGE
-from edje_index.search.hits import rank_hits
+from edje_index.search.hits import rank_hits, table_bytes
 from pipelines.service.state import (
     Items,
     JsonRequest,
@@ -99,6 +99,8 @@ class SearchRequest(_Search):
     """Leave out hits with a lower relevance."""
     embedding_order: bool = False
     """Also return the k candidates with the highest embedding similarity."""
+    format: Literal["json", "csv", "parquet"] = "json"
+    """csv and parquet return the hits as a table for spreadsheets, not as JSON."""
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:
@@ -116,6 +118,10 @@ class TextSearchRequest(_Search):
     """The texts to choose from."""
 
 
+_TABLE_TYPES = {
+    "csv": "text/csv; charset=utf-8",
+    "parquet": "application/vnd.apache.parquet",
+}
 # number of bytes in each piece of a photo that is sent
 _PIECE_BYTES = 1 << 16
 
@@ -185,7 +191,7 @@ async def metrics(state: State) -> Response:
 
 
 @router.post("/search")
-async def search(state: State, body: SearchRequest) -> Json:
+async def search(state: State, body: SearchRequest) -> Any:
     """Search by text, by an image or the image of a row, or by text and image."""
     index = await state.opened(body.precision)
     where = body.where
@@ -241,6 +247,10 @@ async def search(state: State, body: SearchRequest) -> Json:
             replace(hit, columns=columns)
             for hit, (_, columns) in zip(hits, described, strict=True)
         ]
+    if body.format != "json":
+        table = hits.at_least(body.min_relevance).first(body.k).to_arrow()
+        data = await state.files.run(table_bytes, table, f".{body.format}")
+        return Response(data, media_type=_TABLE_TYPES[body.format])
     # Ranks also count the hits that `skip` and `min_relevance` leave out.
     best = [
         {**vars(hit), "rank": body.skip + rank, "embedding_rank": embedding_rank}

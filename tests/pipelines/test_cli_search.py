@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
 import subprocess
 from dataclasses import replace
 
+import pyarrow.parquet as pq
 import pytest
 
-from edje_index import Hit, TokenIndex
+from edje_index import Hit, TokenIndex, set_columns
 from edje_index.bundles.info import describe_bundle, read_bundle_info
 from edje_index.models.filesystem import write_json
 from edje_index.search.query import read_queries
@@ -59,6 +62,39 @@ def test_queries_of_a_file_give_one_object_each(run, root, tmp_path):
         f"query: {q}" for q in QUERIES
     ]
     assert len(out.splitlines()) == len(QUERIES) * (1 + 1 + 3)
+
+
+@pytest.mark.parametrize("name", ["hits.csv", "hits.parquet"])
+def test_hits_as_a_table_for_spreadsheets(run, tmp_path, name):
+    root, *_ = build_photos(tmp_path)
+    captions = ["a caf\u00e9; open", 'two "dogs"\nrun']
+    set_columns(root, [3], {"captions": [captions]})
+    queries = tmp_path / "queries.txt"
+    queries.write_text("\n".join(QUERIES))
+    words = ["search", root, "-k", 12, "--columns", "captions,width"]
+    answers = hits_of(run, *words, "--queries", queries)
+    code, _, _ = run(*words, "--queries", queries, "--csv", tmp_path / name)
+    assert code == 0
+    data = (tmp_path / name).read_bytes()
+    if name == "hits.csv":
+        # with the mark of UTF-8 that spreadsheets look for
+        assert data.decode().startswith('\ufeff"query","row_id","uri",')
+        rows = [*csv.DictReader(io.StringIO(data.decode("utf-8-sig")))]
+    else:
+        rows = pq.read_table(tmp_path / name).to_pylist()
+    expected = [(of["query"], hit) for of in answers for hit in of["hits"]]
+    assert len(expected) == 3 * 11
+    for row, (query, hit) in zip(rows, expected, strict=True):
+        assert (row["query"], int(row["row_id"])) == (query, hit["row_id"])
+        assert float(row["score"]) == pytest.approx(hit["score"])
+        captions = hit["columns"]["captions"]
+        if name == "hits.csv":
+            captions = "; ".join(captions or [])
+        assert row["captions"] == captions
+    assert sum(bool(row["captions"]) for row in rows) == 3
+    image = photo(root, 0)
+    code, _, err = run(*words, "--image", image, "--csv", tmp_path / name)
+    assert code == 0, err
 
 
 def test_weak_matches_are_marked_or_left_out(run, tmp_path):

@@ -10,6 +10,7 @@ from io import BytesIO
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -441,7 +442,7 @@ def test_a_notebook_escapes_names_and_survives_a_lost_index():
     assert "and 10 more" in html
 
 
-def test_hits_as_a_table_and_as_text(index):
+def test_hits_as_a_table_and_as_text(index, tmp_path):
     hits = index.search("a red canoe", k=3)
     table = hits.to_arrow()
     numbers = ["score", "embedding_score", "relevance", "joint_score", "part_logit"]
@@ -464,6 +465,9 @@ def test_hits_as_a_table_and_as_text(index):
     assert list(hit.metadata())[3:] == ["score", *described.column_names[-3:]]
     empty = Hits([], hits.root).to_arrow()
     assert (empty.num_rows, empty.schema) == (0, table.select(range(6)).schema)
+    for name in ("empty.csv", "empty.parquet"):
+        Hits([], hits.root).save(tmp_path / name)
+    assert pq.read_table(tmp_path / "empty.parquet").schema == empty.schema
     late = Hits([Hit(0, "a.jpg", 1.0, 0.5)], hits.root).to_arrow()
     assert late.schema == empty.schema
     assert repr(hits).splitlines()[1].split() == [

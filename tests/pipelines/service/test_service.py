@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import io
 import os
 import re
@@ -11,6 +12,7 @@ from dataclasses import asdict
 
 import httpx
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -153,6 +155,22 @@ def test_hits_bring_captions_or_the_chosen_columns(client, library):
         ServiceError, match="the rows have no column x; choose from: author"
     ):
         client.search("a dog", columns=["x"])
+
+
+def test_hits_as_a_table(http, library):
+    body = {"query": "a dog", "k": 11}
+    hits = http.post("/search", json=body).json()["hits"]
+    table = http.post("/search", json={**body, "format": "csv"})
+    assert table.headers["content-type"] == "text/csv; charset=utf-8"
+    rows = [*csv.DictReader(io.StringIO(table.content.decode("utf-8-sig")))]
+    assert [int(row["row_id"]) for row in rows] == [hit["row_id"] for hit in hits]
+    captions = {row["captions"] for row in rows}
+    assert captions == {"", "a red canoe; <b>two</b> dogs"}
+    parquet = http.post("/search", json={**body, "format": "parquet"}).content
+    expected = library.search("a dog", 11).to_arrow()
+    assert pq.read_table(io.BytesIO(parquet)).column_names == expected.column_names
+    empty = {**body, "where": "width > 9999", "format": "csv"}
+    assert len(http.post("/search", json=empty).text.splitlines()) == 1
 
 
 def test_search_returns_both_orders(http, library):
