@@ -474,10 +474,10 @@ class TokenIndex:
         scored: Sequence[tuple[Ints, Scores]],
         k: int,
         stages: Stages,
-        weights: ScoreWeights,
+        weights: ScoreWeights | None,
     ) -> list[Hits]:
         """Return the `k` best hits of each query. Candidates with equal scores are
-        sorted by row id.
+        sorted by row id. If `weights` is None, hits have no relevance.
         """
         hits = []
         with stages.timed("hits"):
@@ -485,7 +485,7 @@ class TokenIndex:
                 # Sort by descending score, with NaN last. The last key of `lexsort`
                 # decides first. Candidates with equal scores are sorted by row id.
                 order = np.lexsort((rows, -final))[:k]
-                relevances = relevance(final, weights)
+                relevances = None if weights is None else relevance(final, weights)
                 hits.append(
                     [
                         Hit(
@@ -493,7 +493,9 @@ class TokenIndex:
                             uri=uri,
                             score=float(final[at]),
                             embedding_score=float(similarities[at]),
-                            relevance=float(relevances[at]),
+                            relevance=(
+                                None if relevances is None else float(relevances[at])
+                            ),
                             joint_score=None if joint is None else float(joint[at]),
                             parts={
                                 name: float(part[at]) for name, part in parts.items()
@@ -645,7 +647,8 @@ class TokenIndex:
         self, image: ImageQuery, k: int = 10, *, where: str | None = None
     ) -> Hits:
         """Return the `k` images of the index with the embeddings most similar to the
-        embedding of `image`, best first.
+        embedding of `image`, best first. They have no relevance: the similarity of two
+        photos is no measure of a match, and is high for unlike photos, too.
 
         Args:
             image: row id of an image, or path of an image file, bytes of an image file,
@@ -674,13 +677,8 @@ class TokenIndex:
             )
         values = values[rows != row_id]
         rows = rows[rows != row_id]
-        weights = ScoreWeights(logit=0.0, embedding=1.0)
-        return self._hits(
-            [(rows, Scores(values, values, None, {EMBEDDING: values}))],
-            k,
-            stages,
-            weights,
-        )[0]
+        scores = Scores(values, values, None, {EMBEDDING: values})
+        return self._hits([(rows, scores)], k, stages, None)[0]
 
     def _encoded(
         self, image: ImageQuery, stages: Stages

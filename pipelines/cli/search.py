@@ -93,7 +93,7 @@ def search(
         queries: file of queries: one query per line, or a .jsonl file of texts or of
             objects with the key "query".
         image: image file to search with. Hits are sorted by embedding similarity,
-            without re-ranking.
+            without re-ranking, and have no relevance.
         texts: file with one text per line. With `image`, find the texts that describe
             the image best.
         k: number of hits.
@@ -126,6 +126,11 @@ def search(
         raise UsageError("give one of TEXT, --queries FILE and --image FILE")
     if texts is not None and image is None:
         raise UsageError("--texts are ranked for an image: add --image FILE")
+    if image is not None and texts is None and min_relevance:
+        raise UsageError(
+            "similar images have no relevance: leave out --min-relevance, or add"
+            " --texts FILE"
+        )
     source = next((flag for flag, value in sources.items() if value is not None), "")
     given = click.get_current_context().params
     for name in _WITHOUT_EFFECT.get(source, "").split():
@@ -181,7 +186,7 @@ def search(
             better = [hit for hit in rated if hit.relevance >= min_relevance]
             _print_hits(str(image), better, empty)
         else:
-            hits = opened.search_image(image, k, where=where).at_least(min_relevance)
+            hits = opened.search_image(image, k, where=where)
             _print_hits(str(image), hits, empty)
             if csv is not None:
                 _write_table(csv, [(str(image), hits)])
@@ -260,14 +265,17 @@ def _print_hits(
         note(empty)
         return
     named = f"{'row':>9}  image" if isinstance(hits, Hits) else " text"
-    print_line(f"relevance {named}")
+    # Similar images have no relevance.
+    measure = "cosine" if hits[0].relevance is None else "relevance"
+    print_line(f"{measure:>9} {named}")
     for hit in hits:
         if marks_weak and hit.relevance is not None and hit.relevance < WEAK_RELEVANCE:
             # The separator goes to standard error, because programs that read standard
             # output expect one line per hit.
             note("--------- weak matches from here")
             marks_weak = False
-        parts = [f"{hit.relevance:>9.3f}"]
+        value = hit.embedding_score if hit.relevance is None else hit.relevance
+        parts = [f"{value:>9.3f}"]
         if isinstance(hit, TextHit):
             parts.append(hit.text)
         else:

@@ -106,6 +106,8 @@ class SearchRequest(_Search):
     def _check_search(self) -> Self:
         if self.skip and self.query is not None and self.score != "embedding":
             raise ValueError("skip with a query needs the score embedding")
+        if self.min_relevance and self.query is None:
+            raise ValueError("min_relevance needs a query: images have no relevance")
         return self
 
 

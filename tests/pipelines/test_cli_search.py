@@ -179,6 +179,12 @@ def test_a_photo_finds_itself(run, root):
     (answer,) = hits_of(run, "search", root, "--image", photo(root, 4), "-k", 3)
     assert (answer["query"], answer["hits"][0]["row_id"]) == (str(photo(root, 4)), 4)
     assert answer["hits"][0]["score"] == pytest.approx(1, abs=1e-5)
+    # the similarity of two photos is no measure of a match
+    assert {hit["relevance"] for hit in answer["hits"]} == {None}
+    words = ["search", root, "--image", photo(root, 4)]
+    assert run(*words)[1].splitlines()[0].split() == ["cosine", "row", "image"]
+    code, _, err = run(*words, "--min-relevance", "0.5")
+    assert (code, "have no relevance: leave out --min-relevance" in err) == (2, True)
     code, out, err = run("search", root, "--image", photo(root, HOLE))
     assert (code, out) == (2, "")
     assert "--image: cannot read the query image" in err

@@ -91,7 +91,7 @@ function showMovement(element, hit, kind) {
 
 function showParts(details, hit, weights) {
   details.hidden = false;
-  details.querySelector("summary").textContent = `relevance ${hit.relevance.toFixed(2)}, score ${hit.score.toFixed(2)}`;
+  details.querySelector("summary").textContent = `${hit.relevance === null ? "" : `relevance ${hit.relevance.toFixed(2)}, `}score ${hit.score.toFixed(2)}`;
   const rows = Object.entries(weights).map(([part, weight]) => {
     const row = document.createElement("tr");
     const name = document.createElement("th");

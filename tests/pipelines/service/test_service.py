@@ -79,6 +79,10 @@ def test_search_by_image_and_by_row(client, library, index, http):
         hit.row_id for hit in library.search_image(7, 5)
     ][2:]
     assert [hit["rank"] for hit in answer["hits"]] == [3, 4, 5]
+    assert {hit["relevance"] for hit in answer["hits"]} == {None}
+    refused = http.post("/search", json={"row_id": 7, "min_relevance": 0.5})
+    assert refused.status_code == 422
+    assert "min_relevance needs a query" in refused.text
     both = library.search("a dog", 4, image=7)
     expected = (
         library.model.text.encode(["a dog"])[0]
