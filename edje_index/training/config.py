@@ -425,9 +425,31 @@ def merge_settings(preset: str, *sources: Mapping[str, Mapping[str, Any]]) -> Va
     return merged
 
 
+# Settings of a small model: almost those of the shipped model. The adapter is frozen
+# after the alignment phase. The joint encoder is small, and is trained with the
+# matching loss only.
+_SMALL: Mapping[str, Mapping[str, Any]] = {
+    "architecture": {
+        "canonical_captions": False,
+        "adapter_hidden": 1536,
+        "language_layers": 4,
+        "word_embeddings": "frozen",
+        "dropout": 0.1,
+    },
+    "objective": {"mlm_weight": 0.0, "recovery_weight": 0.0},
+    "negatives": {"count": 1},
+    "optimizer": {
+        "lr": 2e-4,
+        "adapter_lr_factor": 0.0,
+        "decay": "cosine",
+        "warmup_steps": 40,
+        "clip_norm": 1.0,
+    },
+}
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    # This preset has only default values: those of the first phase of the EDJE paper.
-    "paper": {},
+    # This preset has the default values, which are those of the first phase of the EDJE
+    # paper, and the length of the published run.
+    "paper": {"loop": {"epochs": 45.0}},
     # This preset is the second phase of the EDJE paper. It starts from the bundle of
     # the first phase, and uses only the matching and distillation losses. As in the
     # published code, the optimiser state and the number of epochs continue from the
@@ -436,29 +458,19 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "objective": {"mlm_weight": 0.0, "recovery_weight": 0.0},
         "optimizer": {"lr": 2e-5, "continued": True},
     },
-    # This preset is for a few thousand images and a few hours on a CPU. Its settings
-    # are almost those of the shipped model. The alignment phase trains the adapter,
-    # which is then frozen. The joint encoder is small, and is trained with the matching
-    # loss only.
+    # This preset is for a few thousand images and a few hours on a CPU.
     "small-data": {
-        "architecture": {
-            "canonical_captions": False,
-            "adapter_hidden": 1536,
-            "language_layers": 4,
-            "word_embeddings": "frozen",
-            "dropout": 0.1,
-        },
-        "objective": {"mlm_weight": 0.0, "recovery_weight": 0.0},
-        "negatives": {"count": 1},
+        **_SMALL,
         "alignment": {"steps": 800, "batch_size": 128},
-        "optimizer": {
-            "lr": 2e-4,
-            "adapter_lr_factor": 0.0,
-            "decay": "cosine",
-            "warmup_steps": 40,
-            "clip_norm": 1.0,
-        },
         "loop": {"steps": 400, "batch_size": 32, "step_tokens": 48},
         "fitting": {"pooled_dim": 300, "dev_captions": 1000},
+    },
+    # This preset shows in minutes that a training runs. The learning rate is low, so
+    # that a model that it starts from does not become much worse.
+    "quick": {
+        **_SMALL,
+        "optimizer": {**_SMALL["optimizer"], "lr": 2e-5, "warmup_steps": 10},
+        "loop": {"steps": 60, "batch_size": 16, "step_tokens": 48},
+        "fitting": {"dev_captions": 50, "dev_pool": 10},
     },
 }

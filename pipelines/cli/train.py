@@ -35,7 +35,7 @@ def train(
     *,
     out: Path | None = None,
     dev: IndexLocation | None = None,
-    preset: Literal["paper", "paper-finetune", "small-data"] = "paper",
+    preset: Literal["paper", "paper-finetune", "small-data", "quick"] = "paper",
     config_file: Path | None = None,
     assignments: Sequence[str] = (),
     show_settings: bool = False,
@@ -55,13 +55,18 @@ def train(
       paper           first training phase of the EDJE paper, for millions of images
       paper-finetune  second training phase of the EDJE paper; set inputs.init
       small-data      for thousands of images on a CPU; needs --dev
+      quick           to see in minutes that a training runs; set inputs.init
+
+    With thousands of captions, expect late interaction and pooled similarity to
+    improve the ranking, but not the joint encoder: the paper used 14 million images.
 
     \b
     Examples:
       edje-index model features clip features
       edje-index build captions.json --out data.edje --model features
-      edje-index train data.edje --set inputs.language=minilm \\
-        --set loop.steps=5000 --out model
+      edje-index train data.edje --set inputs.language=minilm --out model
+      edje-index train data.edje --dev dev.edje --preset quick \\
+        --set inputs.init=model --out tried
       edje-index train more.edje --preset paper-finetune --set inputs.init=model \\
         --set loop.epochs=5 --out tuned
       edje-index train data.edje --dev dev.edje --set inputs.language=minilm \\

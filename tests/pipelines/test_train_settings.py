@@ -7,7 +7,9 @@ from __future__ import annotations
 import os
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from edje_index.training.config import PRESETS, TrainConfig, TrainSettings, validated
@@ -18,6 +20,7 @@ from pipelines.cli.train import (
     read_settings,
     train,
 )
+from pipelines.jobs.training.job import _scoring_steps, describe_record
 from pipelines.jobs.training.run import TrainResult
 from storage_formats.errors import UsageError
 
@@ -118,7 +121,7 @@ def test_the_command_prints_one_line_per_problem_and_exits_with_2(capsys):
 @pytest.mark.parametrize(
     ("changes", "assignments", "words"),
     [
-        ({}, [], "set loop.steps or loop.epochs"),
+        ({}, ["loop.epochs=none"], "set loop.steps or loop.epochs"),
         (
             {},
             ["loop.steps=5", "run.workers=5"],
@@ -229,3 +232,36 @@ def test_skipped_steps_are_shown_and_a_seed_has_a_limit():
     assert "2 steps skipped without a finite gradient" in describe_result(result)
     with pytest.raises(UsageError, match=r"loop\.seed is"):
         validated(TrainSettings, {"loop": {"seed": 2**70}})
+
+
+def test_the_remaining_time_counts_the_scoring_of_dev_captions():
+    words = ["loop.batch_size=10", "loop.epochs=2", "negatives.count=1"]
+    words += ["objective.mlm_weight=0", "objective.recovery_weight=0"]
+    words += ["fitting.dev_captions=50", "fitting.dev_pool=20", "inputs.dev=dev.edje"]
+    settings = read(assignments=words)
+
+    def rows(images, captions):
+        starts = np.array([0, captions])
+        return SimpleNamespace(rows=range(images), caption_starts=starts)
+
+    task = SimpleNamespace(config=settings, items=rows(20, 100), steps=20)
+    task.dev = None
+    assert _scoring_steps(task, 0) == 0
+    task.dev = rows(40, 200)
+    # 50 captions and 40 images with 20 candidates each, against 3 x 30 pairs of a step;
+    # after both epochs and at the end
+    assert _scoring_steps(task, 0) == pytest.approx(3 * 1800 / 90)
+    assert _scoring_steps(task, 10) == pytest.approx(2 * 1800 / 90)
+    record = {
+        "phase": "joint",
+        "step": 10,
+        "steps": 20,
+        "step_seconds": 6.0,
+        "lr": 0.1,
+        "images_per_second": 1.0,
+        "data_wait": 0.0,
+        "seconds": 60.0,
+        "skipped": 0,
+    }
+    assert ", 5 min left" in describe_record(record, 40.0)
+    assert ", 1 min left" in describe_record({**record, "phase": "alignment"}, 40.0)

@@ -129,7 +129,7 @@ async function search(isAnew = false) {
   asked = wanted;
   byId("copy").hidden = image !== null;
   const mine = running;
-  say("Searching ...");
+  say(image === null ? "Searching ..." : "Searching ... The first search by photo also loads the vision tower.");
   document.body.classList.add("busy");
   try {
     if (isAnew) await readIndex(mine.signal);

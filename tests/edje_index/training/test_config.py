@@ -78,6 +78,7 @@ def values_of(config: TrainConfig) -> dict[str, object]:
 def test_the_defaults_are_those_of_the_paper():
     defaults = {name: value for name, (value, _) in SOURCES.items()}
     assert values_of(TrainConfig()) == defaults
+    assert PRESETS["paper"] == {"loop": {"epochs": 45}}
     assert values_of(validated(TrainConfig, PRESETS["paper"])) == defaults
     finetune = {name: value for name, (value, _) in FINETUNE.items()}
     assert values_of(validated(TrainConfig, PRESETS["paper-finetune"])) == {
