@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,6 +54,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 REPO = Path(__file__).resolve().parents[1]
+# a file system in memory, and a directory on a disk
+MEMORY = Path("/dev/shm")
+DISK = Path("/var/tmp")
 # each loads torch
 MOST_WORKERS = 5
 
@@ -69,6 +74,17 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
         return 0
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     return min((os.cpu_count() or 1) + 1, MOST_WORKERS)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep temporary files of the default suite in memory, because most tests flush
+    many small files.
+    """
+    if config.option.markexpr != "not slow" or "TMPDIR" in os.environ:
+        return
+    if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 8 << 30:
+        os.environ["TMPDIR"] = str(MEMORY)
+        tempfile.tempdir = None
 
 
 def pytest_collection_finish() -> None:
@@ -198,6 +214,15 @@ def tiny_model(tiny_bundle: Path) -> ModelBundle:
     return ModelBundle.load(tiny_bundle)
 
 
+@pytest.fixture(scope="session")
+def disk() -> Iterator[Path]:
+    """A directory that is not in memory, for tests of direct reads and of the page
+    cache.
+    """
+    with tempfile.TemporaryDirectory(dir=DISK) as folder:
+        yield Path(folder)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def signals_are_heard():
     """Undo the ignoring of signals that tests started with nohup or in the
@@ -240,7 +265,7 @@ def one_faiss_thread():
     faiss.omp_set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[str]:
     """The URL of an S3-compatible server."""
     with s3_server() as endpoint:

@@ -31,6 +31,7 @@ from edje_index import (
 )
 from storage_formats import DeletedRowError, IndexWriter, TokenStore
 from storage_formats.remote.objects import ObjectFolder
+from tests.conftest import same_bits
 
 SHAPE = (4, 32)
 BLOCKS = np.random.default_rng(0).standard_normal((20, *SHAPE)).astype(np.float32)
@@ -98,10 +99,6 @@ def test_an_error_keeps_its_message_and_attributes(kind: type[BaseException]) ->
     assert str(copy.copy(error)) == str(error)
 
 
-def fetch(store: TokenStore, rows: list[int]) -> np.ndarray:
-    return store.fetch(rows).astype(np.float32)
-
-
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_an_error_of_a_worker_is_that_of_the_parent(tmp_path: Path, start: str) -> None:
     write(tmp_path / "i.edje")
@@ -109,10 +106,10 @@ def test_an_error_of_a_worker_is_that_of_the_parent(tmp_path: Path, start: str) 
     store = TokenStore.open(tmp_path / "i.edje")
     with ProcessPoolExecutor(1, mp_context=get_context(start)) as pool:
         with pytest.raises(DeletedRowError, match="row 3 was deleted") as caught:
-            pool.submit(fetch, store, [3]).result()
+            pool.submit(store.fetch, [3]).result()
         assert caught.value.row_ids == (3,)
-        same = pool.submit(fetch, store, [4]).result()
-    np.testing.assert_array_equal(same, fetch(store, [4]))
+        same = pool.submit(store.fetch, [4]).result()
+    assert same_bits(same, store.fetch([4]))
 
 
 @pytest.mark.parametrize("kind", ["store", "dataset", "search"])
@@ -137,11 +134,11 @@ def test_a_copy_reads_the_snapshot_of_its_original(
             found = each[3].float().numpy()
         else:
             store = each if kind == "store" else each.store
-            found = fetch(store, [3])[0]
+            found = store.fetch([3])[0].astype(np.float32)
         np.testing.assert_allclose(found, BLOCKS[3], rtol=0.01)
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("change", ["delete", "compact", "delete again"])
 def test_a_loader_runs_over_the_rows_that_are_left(
     tmp_path: Path, change: str, workers: int

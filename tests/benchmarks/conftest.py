@@ -18,11 +18,11 @@ SPEC = IndexSpec(
 
 
 @pytest.fixture(scope="session")
-def index(tmp_path_factory):
+def index(disk):
     """300 rows of 4,096 bytes (bf16) in three shards. The page cache can be emptied
     of its files.
     """
-    root = tmp_path_factory.mktemp("fetch") / "random.edje"
+    root = disk / "fetch" / "random.edje"
     if {"tmpfs", "ramfs"} & set(describe_disk(root.parent).split()):
         pytest.skip(
             "temporary files are in memory here, so nothing is ever read from a disk"

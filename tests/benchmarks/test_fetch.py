@@ -39,10 +39,10 @@ def run_here(root, folder, name, workload):
     return {result["case"]: result for result in results}
 
 
-def test_the_page_cache_is_emptied_filled_and_counted(tmp_path, index):
-    (tmp_path / "file").write_bytes(bytes(500 * mmap.PAGESIZE))
-    (tmp_path / "empty").write_bytes(b"")
-    files = [tmp_path / "file", tmp_path / "empty"]
+def test_the_page_cache_is_emptied_filled_and_counted(index):
+    files = [index.parent / "file", index.parent / "empty"]
+    files[0].write_bytes(bytes(500 * mmap.PAGESIZE))
+    files[1].write_bytes(b"")
     assert disk.resident(files) >= disk.WARM
     assert disk.evict(files) == {}
     assert disk.resident(files) == 0

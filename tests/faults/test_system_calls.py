@@ -191,9 +191,10 @@ def test_advice_that_the_kernel_refuses(tmp_path: Path, call: str, number: str) 
         "copy_index('i.edje', 'copy.edje')\n"
         "print(TokenStore.open('copy.edje').fetch([1, 2]).shape)"
     )
+    program = [sys.executable, "-c", code]
     faults = ["-e", f"trace={call}", "-e", f"inject={call}:error={number}"]
     done = subprocess.run(
-        ["strace", "-f", "-qq", "-o", os.devnull, *faults, sys.executable, "-c", code],
+        ["strace", "-f", "--seccomp-bpf", "-qq", "-o", os.devnull, *faults, *program],
         capture_output=True,
         text=True,
         check=False,

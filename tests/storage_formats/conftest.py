@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 
 from storage_formats import TokenStore
@@ -11,20 +14,20 @@ from tests.storage_formats.reading_cases import HOLES, ODD, SPEC
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    root = tmp_path_factory.mktemp("index")
+def built(disk):
+    root = Path(tempfile.mkdtemp(dir=disk))
     return root, write_random_index(root, SPEC, failed=HOLES)
 
 
 @pytest.fixture(scope="module")
-def odd(tmp_path_factory):
-    root = tmp_path_factory.mktemp("odd")
+def odd(disk):
+    root = Path(tempfile.mkdtemp(dir=disk))
     return root, write_random_index(root, ODD)
 
 
 @pytest.fixture(scope="module")
-def many_shards(tmp_path_factory):
-    root = tmp_path_factory.mktemp("shards")
+def many_shards(disk):
+    root = Path(tempfile.mkdtemp(dir=disk))
     return root, write_random_index(
         root, IndexSpec(rows=60, shard_size=4, block_shape=(2, 8), embed_dim=4)
     )

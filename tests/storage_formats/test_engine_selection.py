@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,10 +49,10 @@ def test_file_systems_without_direct_io_are_read_through_the_cache(built, monkey
 
 
 @pytest.fixture
-def built(built, tmp_path):
+def built(built, disk):
     """A copy that no other test has mapped: mapped pages stay in the page cache."""
-    root = tmp_path / "index"
-    shutil.copytree(built[0], root)
+    root = Path(tempfile.mkdtemp(dir=disk))
+    shutil.copytree(built[0], root, dirs_exist_ok=True)
     for path in Layout(root).token_array("bf16").glob("c.*"):
         fsync_path(path)
     return root, built[1]

@@ -7,8 +7,8 @@ import base64
 import io
 import math
 import shutil
-from typing import Any
 
+import pytest
 from mcp import StdioServerParameters
 from mcp.client import Client
 from mcp.client.stdio import stdio_client
@@ -18,34 +18,49 @@ from edje_index import TokenIndex, delete_rows
 from tests.command_line import command, environment
 from tests.pipelines.service.conftest import HOLE, ROWS
 
+SEARCHES = (
+    ("search_by_text", {"query": "a red canoe", "k": 3}),
+    ("search_by_image", {"row_id": 3, "k": 2, "where": "row_id < 8"}),
+    ("describe_row", {"row_id": 3}),
+    ("show_thumbnail", {"row_id": 3, "side": 32}),
+)
+REFUSALS = (
+    ("search_by_text", {"query": " "}),
+    ("search_by_text", {"query": "a dog", "where": "colour = 'red'"}),
+    ("search_by_text", {"query": "a dog", "k": 0}),
+    ("search_by_text", {"query": "a dog", "limit": 3}),
+    ("describe_row", {"row_id": ROWS}),
+    ("show_thumbnail", {"row_id": HOLE}),
+)
+ALL_ROWS = ("search_by_text", {"query": "a red canoe", "k": ROWS})
 
-def connect(index) -> Client:
-    """Return a client that starts the command and ends it."""
-    program, *arguments = command("serve", index, "--mcp")
-    parameters = StdioServerParameters(
-        command=program, args=[str(each) for each in arguments], env=environment()
-    )
-    return Client(stdio_client(parameters))
 
+@pytest.fixture(scope="module")
+def conversation(index, tmp_path_factory):
+    """What one server answers: the schemas of its tools, and the results of `SEARCHES`,
+    of `REFUSALS`, and of `ALL_ROWS` before and after the first hit is deleted.
+    """
+    copy = tmp_path_factory.mktemp("mcp") / "photos.edje"
+    shutil.copytree(index, copy)
+    program, *arguments = command("serve", copy, "--mcp")
+    server = StdioServerParameters(command=program, args=arguments, env=environment())
 
-def ask(index, *calls: tuple[str, dict[str, Any]]) -> list[Any]:
-    """Call the tools of one server in turn, and return the results."""
-
-    async def converse() -> list[Any]:
-        async with connect(index) as client:
-            return [await client.call_tool(name, given) for name, given in calls]
+    async def converse():
+        async with Client(stdio_client(server)) as client:
+            schemas = [tool.input_schema for tool in (await client.list_tools()).tools]
+            searches = [await client.call_tool(*call) for call in SEARCHES]
+            refusals = [await client.call_tool(*call) for call in REFUSALS]
+            before = await client.call_tool(*ALL_ROWS)
+            best = before.structured_content["result"][0]["row_id"]
+            delete_rows(copy, rows=[best])
+            after = await client.call_tool(*ALL_ROWS)
+            return schemas, searches, refusals, best, after
 
     return asyncio.run(converse())
 
 
-def test_an_assistant_searches_like_the_library(index):
-    by_text, by_image, row, photo = ask(
-        index,
-        ("search_by_text", {"query": "a red canoe", "k": 3}),
-        ("search_by_image", {"row_id": 3, "k": 2, "where": "row_id < 8"}),
-        ("describe_row", {"row_id": 3}),
-        ("show_thumbnail", {"row_id": 3, "side": 32}),
-    )
+def test_an_assistant_searches_like_the_library(index, conversation):
+    by_text, by_image, row, photo = conversation[1]
     library = TokenIndex.open(index)
     expected = library.search("a red canoe", k=3)
     hits = by_text.structured_content["result"]
@@ -63,26 +78,12 @@ def test_an_assistant_searches_like_the_library(index):
         assert (image.format, max(image.size)) == ("JPEG", 32)
 
 
-def test_an_assistant_gets_the_message_of_a_refusal_and_knows_all_arguments(index):
-    calls = (
-        ("search_by_text", {"query": " "}),
-        ("search_by_text", {"query": "a dog", "where": "colour = 'red'"}),
-        ("search_by_text", {"query": "a dog", "k": 0}),
-        ("search_by_text", {"query": "a dog", "limit": 3}),
-        ("describe_row", {"row_id": ROWS}),
-        ("show_thumbnail", {"row_id": HOLE}),
-    )
-
-    async def converse() -> tuple[list[Any], list[Any]]:
-        async with connect(index) as client:
-            schemas = [tool.input_schema for tool in (await client.list_tools()).tools]
-            return schemas, [
-                await client.call_tool(name, given) for name, given in calls
-            ]
-
-    schemas, results = asyncio.run(converse())
+def test_an_assistant_gets_the_message_of_a_refusal_and_knows_all_arguments(
+    conversation,
+):
+    schemas, _, results, *_ = conversation
     assert [schema["additionalProperties"] for schema in schemas] == [False] * 4
-    for (name, given), result in zip(calls, results, strict=True):
+    for (name, given), result in zip(REFUSALS, results, strict=True):
         text = result.content[0].text
         assert result.is_error, (name, given)
         assert len(text) > 20, text
@@ -90,19 +91,8 @@ def test_an_assistant_gets_the_message_of_a_refusal_and_knows_all_arguments(inde
         assert ("limit\n" in text) == ("limit" in given), "an unknown argument"
 
 
-def test_an_assistant_sees_the_current_snapshot(index, tmp_path):
-    copy = tmp_path / "photos.edje"
-    shutil.copytree(index, copy)
-
-    async def converse() -> tuple[int, list[int]]:
-        async with connect(copy) as client:
-            query = {"query": "a red canoe", "k": ROWS}
-            first = (await client.call_tool("search_by_text", query)).structured_content
-            best = first["result"][0]["row_id"]
-            delete_rows(copy, rows=[best])
-            later = (await client.call_tool("search_by_text", query)).structured_content
-            return best, [hit["row_id"] for hit in later["result"]]
-
-    best, later = asyncio.run(converse())
+def test_an_assistant_sees_the_current_snapshot(conversation):
+    best, after = conversation[-2:]
+    later = [hit["row_id"] for hit in after.structured_content["result"]]
     assert len(later) == ROWS - 2
     assert best not in later
