@@ -95,7 +95,7 @@ def request_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Request]
     ("name", "kind", "arguments"),
     [
         ("copy-rows", "crashes", {"most": 10}),
-        ("edit", "crashes", {"most": 40}),
+        ("edit", "crashes", {"most": 10}),
         ("append-lived", "crashes", {"most": 10}),
         ("erase", "crashes", {"most": 10}),
         # readers see no file of before the erasure

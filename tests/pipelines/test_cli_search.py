@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
 import re
-import subprocess
 from dataclasses import replace
 
 import pyarrow.parquet as pq
@@ -16,8 +16,7 @@ from edje_index import Hit, TokenIndex, set_columns
 from edje_index.bundles.info import describe_bundle, read_bundle_info
 from edje_index.models.filesystem import write_json
 from edje_index.search.query import read_queries
-from tests.command_line import command as command_line
-from tests.command_line import environment
+from pipelines.cli import main
 from tests.edje_index.search.indexes import HOLE, build_photos, photo
 
 QUERIES = ["a red canoe", "two dogs", "a red canoe"]
@@ -109,14 +108,13 @@ def test_weak_matches_are_marked_or_left_out(run, tmp_path):
     write_json(bundle / "bundle.json", describe_bundle(fitted).to_json())
     code, out, _ = run(*command)
     assert (code, len(out.splitlines())) == (0, 1 + 5), "one line per hit, for programs"
-    terminal = subprocess.run(
-        command_line(*command),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=environment(),
-        check=True,
-    )
-    lines = terminal.stdout.decode().splitlines()
+    with (
+        io.StringIO() as terminal,
+        contextlib.redirect_stdout(terminal),
+        contextlib.redirect_stderr(terminal),
+    ):
+        assert main([*map(str, command)]) == 0
+        lines = terminal.getvalue().splitlines()
     assert lines.index("--------- weak matches from here") == 1 + 3
     rows = [hit["row_id"] for hit in answer["hits"]]
     (strong,) = hits_of(run, *command, "--min-relevance", "0.5")

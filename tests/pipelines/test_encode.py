@@ -65,7 +65,6 @@ def test_shards_encoded_at_once_have_the_same_bytes(config, tmp_path):
     "options",
     [
         {"helpers": 1},
-        {"helpers": 2},
         {"helpers": 5},
         pytest.param(
             {"helpers": 2, "engine": "ray", "workers": 2}, marks=pytest.mark.slow

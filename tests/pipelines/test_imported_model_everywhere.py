@@ -95,7 +95,13 @@ def llama_index(index: TokenIndex, _: Path) -> Ratings:
 
 @pytest.mark.parametrize(
     "rated",
-    [rerank, cross_encoder, service, langchain, llama_index],
+    [
+        rerank,
+        cross_encoder,
+        pytest.param(service, marks=pytest.mark.slow),
+        langchain,
+        llama_index,
+    ],
     ids=lambda rated: rated.__name__,
 )
 def test_relevance_is_the_logistic_function_of_the_logit(

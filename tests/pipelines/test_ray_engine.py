@@ -63,6 +63,7 @@ def count_gpus(*_):
     return machine_gpus()
 
 
+@pytest.mark.slow
 def test_workers_share_the_gpus_of_this_machine(tmp_path):
     """Ray does not look for the GPUs that it is told of."""
     results = run_on_ray(
@@ -100,9 +101,8 @@ def test_a_task_that_always_hangs_fails_and_a_slow_one_does_not(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    "victim", ["raylet", pytest.param("gcs_server", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
 def test_the_death_of_ray_is_one_clear_error_in_bounded_time(tmp_path, capfd, victim):
     killed_at = None
 
@@ -168,6 +168,7 @@ list(run_jobs(run_on_ray, sys.argv[1], [Job(1, "until_stopped")], on_progress=pr
 """
 
 
+@pytest.mark.slow
 def test_a_local_ray_is_private_and_ends_with_its_killed_driver(tmp_path):
     """It listens on the loopback interface, asks for a token, and nobody else can
     enter its folder.
