@@ -41,6 +41,20 @@ Request = dataclasses.make_dataclass(
 )
 """The arguments of `build_index`."""
 
+INLINE = [
+    "--engine",
+    "inline",
+    "--shard-size",
+    4,
+    "--batch-size",
+    2,
+    "--threads",
+    1,
+    "--device",
+    "cpu",
+]
+"""Options of a build in this process, in shards of four."""
+
 SMALL = IndexSpec(
     rows=21, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8")
 )

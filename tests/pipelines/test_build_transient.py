@@ -11,23 +11,12 @@ import os
 import pytest
 
 from storage_formats.format.layout import Layout
+from tests.pipelines.conftest import INLINE
 
 
 @pytest.fixture
 def build(photos, tiny_bundle, tmp_path):
     """Arguments of a build of `photos` in shards of four."""
-    fixed = [
-        "--engine",
-        "inline",
-        "--shard-size",
-        4,
-        "--batch-size",
-        2,
-        "--threads",
-        1,
-        "--device",
-        "cpu",
-    ]
     return [
         "build",
         photos,
@@ -35,7 +24,7 @@ def build(photos, tiny_bundle, tmp_path):
         tmp_path / "photos.edje",
         "--model",
         tiny_bundle,
-        *fixed,
+        *INLINE,
     ]
 
 

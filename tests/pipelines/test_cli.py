@@ -113,13 +113,8 @@ def test_a_parameter_is_declared_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (
-            ["build", "photos", "--out", "index"],
-            "Missing option '--model': Directory of",
-        ),
         (["build", "--out", "index"], "SOURCE"),
         (["build", "photos", "--out", "index", "--batch-size", "x"], "batch-size"),
-        (["build", "photos", "--out", "index", "--engine", "spark"], "engine"),
         (
             ["build", "photos", "--model", "s3://b/n", "--out", "index"],
             "s3://b/n is a URL, but a path on this machine is needed",
@@ -130,13 +125,12 @@ def test_a_parameter_is_declared_once(tmp_path, monkeypatch):
         ),
         (["info", "ftp://u:word@host/n"], "cannot be at ftp://...@host/n; give a dir"),
         (["info", "http://[::1/n"], "cannot use the URL http://[::1/n: invalid IPv6"),
-        (["info", "nowhere"], "no index at nowhere"),
-        (["verify", "nowhere"], "no index at nowhere"),
-        (["search", "nowhere", "text"], "no index at nowhere"),
         (["serve", "index", "--deadline", "nan"], "'--deadline': nan is not a number"),
         (["search", "index", "a", "--min-relevance", "NaN"], "nan is not a number"),
-        (["verify", "index", "--sample", "x%"], "--sample: 'x%' is neither a share"),
-        (["serch"], "No such command 'serch'. Did you mean 'search'?"),
+        *(
+            (["verify", "index", f"--sample={text}"], f"--sample: '{text}' is ")
+            for text in ("x%", "%", "one", "1%%", "")
+        ),
         (["--frobnicate"], "frobnicate"),
     ],
 )
@@ -251,8 +245,3 @@ def test_show_explains_a_bundle(capsys):
         record[name] in shown
         for name in ("fingerprint", "encoder_fingerprint", "notes")
     )
-
-
-def test_show_refuses_another_directory(tmp_path, capsys):
-    assert main(["model", "show", str(tmp_path)]) == 2
-    assert "not a model bundle" in capsys.readouterr().err

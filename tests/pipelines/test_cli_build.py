@@ -19,7 +19,12 @@ from pipelines import quantize_index
 from storage_formats.format.layout import Layout
 from storage_formats.format.rows import read_rows
 from tests.conftest import REPO
-from tests.pipelines.conftest import run_build, stop_after_one_shard, write_photo
+from tests.pipelines.conftest import (
+    INLINE,
+    run_build,
+    stop_after_one_shard,
+    write_photo,
+)
 
 
 @pytest.fixture
@@ -30,19 +35,7 @@ def index(tmp_path):
 @pytest.fixture
 def build(photos, tiny_bundle, index):
     """Arguments of a build of `photos` in shards of four."""
-    fixed = [
-        "--engine",
-        "inline",
-        "--shard-size",
-        4,
-        "--batch-size",
-        2,
-        "--threads",
-        1,
-        "--device",
-        "cpu",
-    ]
-    return ["build", photos, "--out", index, "--model", tiny_bundle, *fixed]
+    return ["build", photos, "--out", index, "--model", tiny_bundle, *INLINE]
 
 
 def test_a_build_accounts_for_every_input(run, build, index):

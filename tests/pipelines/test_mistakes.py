@@ -21,6 +21,8 @@ BUILD = "--out new.edje --model model --engine inline"
 
 MISTAKES = [
     ("search nope.edje 'a dog'", 2, "no index at nope.edje", "edje-index build"),
+    ("verify nope.edje", 2, "no index at nope.edje", "edje-index build"),
+    ("model show photos", 2, "not a model bundle", ""),
     ("info nope.edje", 2, "no index at nope.edje", "edje-index build"),
     ("search photos 'a dog'", 2, "not an EDJE index", "edje-index show"),
     ("delete photos --rows 1", 2, "not an EDJE index", "edje-index show"),
@@ -41,7 +43,7 @@ MISTAKES = [
     (
         "build photos --out new.edje",
         2,
-        "Missing option '--model'",
+        "Missing option '--model': Directory of",
         "demo (a small model, without the Hub)",
     ),
     (f"build photos {BUILD}2", 2, "inline2", "ray"),

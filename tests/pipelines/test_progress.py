@@ -22,6 +22,7 @@ from pipelines.progress.events import (
     busy_shares,
 )
 from storage_formats.errors import UsageError
+from tests.pipelines.conftest import INLINE
 
 PROGRESS = Progress("indexing", 2048, 10_000, 10, 2, 3, "decode")
 PLAN = PlanReady(10_000, 10, 2, 1, 12, {".txt": 5, ".xml": 1})
@@ -88,18 +89,6 @@ def lines(path: Path):
 def test_a_build_is_logged_and_the_next_run_appends(run, photos, tiny_bundle, tmp_path):
     log = tmp_path / "build.jsonl"
     index = tmp_path / "index"
-    fixed = [
-        "--engine",
-        "inline",
-        "--shard-size",
-        4,
-        "--batch-size",
-        2,
-        "--threads",
-        1,
-        "--device",
-        "cpu",
-    ]
     build = [
         "--log",
         log,
@@ -109,7 +98,7 @@ def test_a_build_is_logged_and_the_next_run_appends(run, photos, tiny_bundle, tm
         index,
         "--model",
         tiny_bundle,
-        *fixed,
+        *INLINE,
     ]
     assert run(*build)[0] == 0
     events = lines(log)

@@ -25,20 +25,7 @@ from pipelines.sources import Listing, open_sources
 from storage_formats import Manifest, UsageError, read_rows, verify_index
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.source_columns import MAX_COLUMNS
-from tests.pipelines.conftest import run_build, write_photo
-
-FIXED = [
-    "--engine",
-    "inline",
-    "--shard-size",
-    4,
-    "--batch-size",
-    2,
-    "--threads",
-    1,
-    "--device",
-    "cpu",
-]
+from tests.pipelines.conftest import INLINE, run_build, write_photo
 
 
 def write_lines(path: Path, records: list[dict]) -> Path:
@@ -68,7 +55,7 @@ def listed(tmp_path):
 
 def test_a_build_and_an_append_store_typed_columns(run, tmp_path, listed, tiny_bundle):
     index = tmp_path / "i"
-    build = ["build", listed, "--out", index, "--model", tiny_bundle, *FIXED]
+    build = ["build", listed, "--out", index, "--model", tiny_bundle, *INLINE]
     code, _, err = run(*build)
     assert code == 0
     assert "(column name not allowed) 1" in err

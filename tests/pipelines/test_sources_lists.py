@@ -87,13 +87,7 @@ def test_bad_json_lines_are_inputs_that_failed(tmp_path: Path) -> None:
 
 
 def test_parquet_nulls_and_kinds_of_text(tmp_path: Path) -> None:
-    kinds = [
-        pa.string(),
-        pa.large_string(),
-        pa.binary(),
-        pa.dictionary(pa.int32(), pa.string()),
-    ]
-    for number, kind in enumerate(kinds):
+    for number, kind in enumerate([pa.string(), pa.binary()]):
         path = tmp_path / f"{number}.parquet"
         pq.write_table(
             pa.table({"path": pa.array(["a.jpg", None, "é.jpg"]).cast(kind)}), path

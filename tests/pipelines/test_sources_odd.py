@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import os
 import struct
@@ -107,16 +106,6 @@ def test_folders_tars_and_zips_give_the_same_captions(tmp_path_factory, names):
         items, _ = read_counted(tmp_path / "a.tar")
         start = f"{tmp_path}/a.tar!"
         assert {item.path.removeprefix(start) for item in items} == captioned
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(6)))[::37])
-@pytest.mark.parametrize("names", [["0", "1", "2"], ["a.b.c", "a.b.d", "a.e"]])
-def test_no_caption_of_a_tar_is_lost_in_any_order(tmp_path, order, names):
-    members = [(f"{name}.jpg", JPEG) for name in names]
-    members += [(f"{name}.txt", name.encode()) for name in names]
-    path = write_tar(tmp_path / "t.tar", dict(members[number] for number in order))
-    assert captions_of(path) == {f"{name}.jpg": [name] for name in names}
-    assert scan(path)[1] == {}
 
 
 def test_the_parts_of_a_sample_share_metadata_unless_one_has_its_name():

@@ -124,15 +124,6 @@ def test_links_and_sparse_members_fail_with_a_reason(tmp_path: Path) -> None:
     assert read_all(path) == [*failed, ("after.jpg", b"end")]
 
 
-def test_archives_joined_end_to_end(tmp_path: Path) -> None:
-    one, two = (
-        write_tar(tmp_path / name, [(f"{name}.jpg", b"x")]) for name in ("one", "two")
-    )
-    both = tmp_path / "both.tar"
-    both.write_bytes(one.read_bytes() + two.read_bytes())
-    assert [name for name, _ in read_all(both)] == ["one.jpg", "two.jpg"]
-
-
 def test_scanning_reads_only_headers(tmp_path: Path) -> None:
     """A terabyte of holes is scanned at once."""
     path = tmp_path / "a.tar"

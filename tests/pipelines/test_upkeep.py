@@ -41,12 +41,6 @@ def test_a_sample_of_shards_is_verified(index, capsys):
     assert value["sample"] == {"shards": 2, "of": 10}
 
 
-@pytest.mark.parametrize("sample", ["%", "one", "1%%", "", "-1%", "0"])
-def test_a_sample_that_is_no_number_is_refused(index, capsys, sample):
-    assert main(["verify", str(index), f"--sample={sample}"]) == 2
-    assert "sample" in capsys.readouterr().err
-
-
 def test_info_says_when_to_compact(index, tmp_path, capsys):
     value = described(capsys, index)
     assert value["compact"] == []
