@@ -63,7 +63,6 @@ def count_gpus(*_):
     return machine_gpus()
 
 
-@pytest.mark.slow
 def test_workers_share_the_gpus_of_this_machine(tmp_path):
     """Ray does not look for the GPUs that it is told of."""
     results = run_on_ray(
@@ -101,20 +100,26 @@ def test_a_task_that_always_hangs_fails_and_a_slow_one_does_not(tmp_path):
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
-def test_the_death_of_ray_is_one_clear_error_in_bounded_time(tmp_path, capfd, victim):
+@pytest.mark.parametrize(
+    "victim", ["raylet", pytest.param("gcs_server", marks=pytest.mark.slow)]
+)
+def test_a_local_ray_is_private_and_its_death_is_one_clear_error_in_bounded_time(
+    tmp_path, capfd, monkeypatch, victim
+):
+    """It listens on the loopback interface, asks for a token, and nobody else can
+    enter its folder.
+    """
+    # a local Ray must not join it
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
     killed_at = None
 
     def kill(_report):
         nonlocal killed_at
         if killed_at is None:
+            processes = psutil.Process().children(recursive=True)
+            check_private([psutil.Process(), *processes])
             killed_at = time.monotonic()
-            next(
-                child
-                for child in psutil.Process().children(recursive=True)
-                if child.name() == victim
-            ).kill()
+            next(each for each in processes if each.name() == victim).kill()
 
     results = run_jobs(
         run_on_ray, tmp_path, [Job(1, "until_stopped")], on_progress=kill
@@ -169,20 +174,14 @@ list(run_jobs(run_on_ray, sys.argv[1], [Job(1, "until_stopped")], on_progress=pr
 
 
 @pytest.mark.slow
-def test_a_local_ray_is_private_and_ends_with_its_killed_driver(tmp_path):
-    """It listens on the loopback interface, asks for a token, and nobody else can
-    enter its folder.
-    """
+def test_a_local_ray_ends_with_its_killed_driver(tmp_path):
     command = [sys.executable, "-c", ENDLESS, str(tmp_path)]
-    # a local Ray must not join it
-    other_cluster = {"RAY_ADDRESS": "192.0.2.1:6379"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, env={**with_repo_on_path(), **other_cluster}
+        command, stdout=subprocess.PIPE, env=with_repo_on_path()
     ) as driver:
         assert b"Report" in driver.stdout.readline()
         processes = psutil.Process(driver.pid).children(recursive=True)
         assert len(processes) > 5
-        check_private([psutil.Process(driver.pid), *processes])
         # these end after a minute
         processes = [process for process in processes if "Agent" not in process.name()]
         driver.kill()
@@ -191,15 +190,23 @@ def test_a_local_ray_is_private_and_ends_with_its_killed_driver(tmp_path):
         time.sleep(0.1)
     assert alive(processes) == []
     (folder,) = leftover_folders(driver.pid)
+    os.utime(folder, (0, 0))
     with contextlib.ExitStack() as stack:
+        ray_engine._local_folder(stack)
+
+
+def test_folders_that_killed_drivers_left_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    left = tmp_path / "edje-ray-1-left"
+    left.mkdir()
+    with contextlib.ExitStack() as stack:
+        own = Path(ray_engine._local_folder(stack))
         # it may be new, and not locked yet
+        assert left.exists()
+        for folder in (left, own):
+            os.utime(folder, (0, 0))
         ray_engine._local_folder(stack)
-        assert folder.exists()
-        os.utime(folder, (0, 0))
-        own = ray_engine._local_folder(stack)
-        os.utime(own, (0, 0))
-        ray_engine._local_folder(stack)
-        assert (folder.exists(), Path(own).exists()) == (False, True)
+        assert (left.exists(), own.exists()) == (False, True)
 
 
 def check_private(processes):
