@@ -236,7 +236,7 @@ def test_a_file_of_many_gigabytes_takes_no_memory(opened, layout, name):
 
 @pytest.mark.parametrize(
     ("rows", "text_bytes"),
-    [pytest.param(5_000_000, 1, marks=pytest.mark.slow), (40, 100 << 20)],
+    [pytest.param(5_000_000, 1, marks=pytest.mark.slow), (40, 30 << 20)],
     ids=["many rows", "long text"],
 )
 def test_a_small_rows_table_takes_no_memory(opened, layout, rows, text_bytes):
