@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ from storage_formats.writing.shard_writer import ShardWriter
 from tests.object_store import FaultyProxy, s3_server, use_endpoint
 
 if TYPE_CHECKING:
-    from edje_index.bundles.bundle import ModelBundle
+    pass
 
 # a busy machine is no failure
 settings.register_profile(
@@ -183,7 +183,7 @@ def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def run(capsys):
     """Run `edje-index ARGUMENTS` in this process; returns exit code, standard
     output and standard error.
     """
@@ -197,7 +197,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
 
 
 @pytest.fixture(scope="session")
-def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_bundle(tmp_path_factory):
     """A model bundle of random weights with 4 x 16 blocks."""
     from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 
@@ -207,7 +207,7 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tiny_model(tiny_bundle: Path) -> ModelBundle:
+def tiny_model(tiny_bundle):
     """`tiny_bundle`, loaded."""
     from edje_index.bundles.bundle import ModelBundle
 
@@ -215,7 +215,7 @@ def tiny_model(tiny_bundle: Path) -> ModelBundle:
 
 
 @pytest.fixture(scope="session")
-def disk() -> Iterator[Path]:
+def disk():
     """A directory that is not in memory, for tests of direct reads and of the page
     cache.
     """
@@ -266,14 +266,14 @@ def one_faiss_thread():
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[str]:
+def server():
     """The URL of an S3-compatible server."""
     with s3_server() as endpoint:
         yield endpoint
 
 
 @pytest.fixture
-def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+def proxy(server, monkeypatch):
     """A proxy in front of the server, which `s3://` URLs lead to."""
     with FaultyProxy(server).running() as running:
         use_endpoint(monkeypatch, running.url)

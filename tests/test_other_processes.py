@@ -90,7 +90,7 @@ def example(kind: type[BaseException]) -> BaseException:
 
 
 @pytest.mark.parametrize("kind", error_classes(), ids=lambda kind: kind.__qualname__)
-def test_an_error_keeps_its_message_and_attributes(kind: type[BaseException]) -> None:
+def test_an_error_keeps_its_message_and_attributes(kind):
     error = example(kind)
     copied = pickle.loads(pickle.dumps(error))
     assert type(copied) is kind
@@ -100,7 +100,7 @@ def test_an_error_keeps_its_message_and_attributes(kind: type[BaseException]) ->
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_an_error_of_a_worker_is_that_of_the_parent(tmp_path: Path, start: str) -> None:
+def test_an_error_of_a_worker_is_that_of_the_parent(tmp_path, start):
     write(tmp_path / "i.edje")
     delete_rows(tmp_path / "i.edje", rows=[3])
     store = TokenStore.open(tmp_path / "i.edje")
@@ -113,9 +113,7 @@ def test_an_error_of_a_worker_is_that_of_the_parent(tmp_path: Path, start: str) 
 
 
 @pytest.mark.parametrize("kind", ["store", "dataset", "search"])
-def test_a_copy_reads_the_snapshot_of_its_original(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_copy_reads_the_snapshot_of_its_original(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     write(Path("i.edje"))
     opened: Any = {
@@ -140,9 +138,7 @@ def test_a_copy_reads_the_snapshot_of_its_original(
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("change", ["delete", "compact", "delete again"])
-def test_a_loader_runs_over_the_rows_that_are_left(
-    tmp_path: Path, change: str, workers: int
-) -> None:
+def test_a_loader_runs_over_the_rows_that_are_left(tmp_path, change, workers):
     root = tmp_path / "i.edje"
     write(root)
     delete_rows(root, rows=[3, 8, 19])
@@ -163,7 +159,7 @@ def test_a_loader_runs_over_the_rows_that_are_left(
     assert sum(map(len, shuffled)) == 17
 
 
-def test_a_fetcher_is_sent_without_its_buffers(tmp_path: Path) -> None:
+def test_a_fetcher_is_sent_without_its_buffers(tmp_path):
     write(tmp_path / "i.edje")
     fetcher = DeviceFetcher(TokenStore.open(tmp_path / "i.edje"), "cpu", 3000)
     sent = pickle.dumps(fetcher)
@@ -171,7 +167,7 @@ def test_a_fetcher_is_sent_without_its_buffers(tmp_path: Path) -> None:
     assert torch.equal(pickle.loads(sent).fetch([1, 5]), fetcher.fetch([1, 5]))
 
 
-def test_what_cannot_be_sent_says_so(tmp_path: Path) -> None:
+def test_what_cannot_be_sent_says_so(tmp_path):
     with pytest.raises(TypeError, match="Client cannot be sent"):
         pickle.dumps(Client("http://localhost:1"))
     for kind in (TokenIndex, Client, IndexWriter):
@@ -183,6 +179,6 @@ def test_what_cannot_be_sent_says_so(tmp_path: Path) -> None:
     writer.abort()
 
 
-def test_a_connection_is_made_anew() -> None:
+def test_a_connection_is_made_anew():
     folder = ObjectFolder.open("https://example.org/i.edje")
     assert pickle.loads(pickle.dumps(folder)).url == folder.url

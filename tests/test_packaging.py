@@ -89,7 +89,7 @@ def run(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def built(tmp_path_factory):
     """(sdist, wheel), the wheel built from the sdist."""
     folder = tmp_path_factory.mktemp("built")
     ignored = shutil.ignore_patterns(

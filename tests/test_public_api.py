@@ -54,7 +54,7 @@ OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Path:
+def files(tmp_path_factory, tiny_bundle):
     """A directory with the files that the examples name: photos, captions, a model,
     indexes, a published checkpoint.
     """
@@ -271,7 +271,7 @@ def test_a_build_and_an_update_take_numbers_of_numpy(files, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def opened(files) -> TokenIndex:
+def opened(files):
     return TokenIndex.open(files / "photos.edje")
 
 

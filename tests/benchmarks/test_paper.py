@@ -72,7 +72,7 @@ def write_data(folder: Path, photos: int, towers: Path, language: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def full_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def full_data(tmp_path_factory):
     """A folder with the layout of the paper's data, one photo per data set, and
     empty models.
     """

@@ -1,12 +1,8 @@
 """Fixtures of the tests of the documentation."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import obstore
 import pytest
@@ -25,7 +21,7 @@ sys.path.insert(0, str(REPO / "docs/hooks"))
 
 
 @pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     """The site, built as `make docs` builds it: any warning is an error."""
     folder = tmp_path_factory.mktemp("docs") / "site"
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
@@ -37,7 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def template(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Path:
+def template(tmp_path_factory, tiny_bundle):
     """A directory with the files that the guides take for granted, see
     `write_guide_files`.
     """
@@ -47,7 +43,7 @@ def template(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Pat
 
 
 @pytest.fixture
-def home(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(template, tmp_path, monkeypatch):
     """A copy of the files of `template` as the working directory. Rows of the index
     name the photos of `template`.
     """
@@ -60,7 +56,7 @@ def home(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 @pytest.fixture
-def servers(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def servers(home, monkeypatch):
     """Servers for the URLs of the guides: `s3://` leads to an S3-compatible server,
     `hf://` to one with a data set.
     """

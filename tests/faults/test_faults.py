@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def request_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Request]:
+def request_bench(tmp_path_factory):
     """A function that sends a request to `tests.faults.bench` and returns its
     answer.
     """

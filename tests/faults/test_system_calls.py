@@ -100,9 +100,7 @@ PROMISES = {
 @pytest.mark.skipif(sys.platform != "linux", reason="the calls of Linux")
 @pytest.mark.parametrize("number", LACKS, ids=errno.errorcode.get)
 @pytest.mark.parametrize("call", ADVICE)
-def test_a_change_goes_on_without_advice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
-) -> None:
+def test_a_change_goes_on_without_advice(tmp_path, monkeypatch, call, number):
     module, name, applies = ADVICE[call]
     failures = failing(monkeypatch, module, name, number, applies)
     use_all(tmp_path)
@@ -112,9 +110,7 @@ def test_a_change_goes_on_without_advice(
 @pytest.mark.parametrize(
     "number", [*LACKS, errno.EPERM, errno.EIO], ids=errno.errorcode.get
 )
-def test_a_copy_that_the_kernel_leaves_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_a_copy_that_the_kernel_leaves_goes_on(tmp_path, monkeypatch, number):
     if not hasattr(os, "copy_file_range"):
         pytest.skip("the calls of Linux")
     write(tmp_path / "i.edje")
@@ -135,9 +131,7 @@ def test_a_copy_that_the_kernel_leaves_goes_on(
 
 @pytest.mark.parametrize("number", LACKS, ids=errno.errorcode.get)
 @pytest.mark.parametrize("call", PROMISES)
-def test_a_change_is_refused_without_a_promise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
-) -> None:
+def test_a_change_is_refused_without_a_promise(tmp_path, monkeypatch, call, number):
     root = tmp_path / "i.edje"
     write(root)
     module, name, applies = PROMISES[call]
@@ -155,9 +149,7 @@ def test_a_change_is_refused_without_a_promise(
     "number", [errno.EACCES, errno.EPERM, errno.ENOTCONN, errno.ETIMEDOUT]
 )
 @pytest.mark.parametrize("part", ["index.json", "rows", "embeddings", "tokens"])
-def test_a_file_of_trouble_is_not_called_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, number: int
-) -> None:
+def test_a_file_of_trouble_is_not_called_damaged(tmp_path, monkeypatch, part, number):
     root = tmp_path / "i.edje"
     write(root)
     failing(
@@ -183,7 +175,7 @@ def test_a_file_of_trouble_is_not_called_damaged(
         ("fallocate", "EOPNOTSUPP"),
     ],
 )
-def test_advice_that_the_kernel_refuses(tmp_path: Path, call: str, number: str) -> None:
+def test_advice_that_the_kernel_refuses(tmp_path, call, number):
     write(tmp_path / "i.edje")
     code = (
         "from edje_index import copy_index\n"
@@ -203,7 +195,7 @@ def test_advice_that_the_kernel_refuses(tmp_path: Path, call: str, number: str) 
     assert done.stdout.strip() == "(2, 4, 32)", done.stderr
 
 
-def test_a_link_to_another_place_is_refused_before_the_change(tmp_path: Path) -> None:
+def test_a_link_to_another_place_is_refused_before_the_change(tmp_path):
     for name in ("tokens", "tokens/bf16", "rows", "build", "ann", "build/erased/rows"):
         root = tmp_path / f"{name.replace('/', '-')}.edje"
         write(root)
@@ -230,7 +222,7 @@ except EdjeError as error:
 """
 
 
-def test_a_user_without_a_name_and_a_home_needs_no_home() -> None:
+def test_a_user_without_a_name_and_a_home_needs_no_home():
     """As in a container with a random user id."""
     done = subprocess.run(
         ["unshare", "--user", "--map-user=12345", sys.executable, "-c", NOBODY],

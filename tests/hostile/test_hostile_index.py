@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def layout(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def opened() -> Iterator[Callable[[Layout], dict[str, Any]]]:
+def opened():
     """What each way to open an index gives, in a process of its own with little
     memory.
     """

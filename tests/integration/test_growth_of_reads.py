@@ -37,7 +37,7 @@ CANDIDATES = 100
 
 
 @pytest.fixture(scope="module")
-def indexes(tmp_path_factory) -> dict[int, Path]:
+def indexes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wide")
     return {
         shards: make_wide_index(folder / str(shards), shards, SPEC, rows_files=True)

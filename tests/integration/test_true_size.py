@@ -127,7 +127,7 @@ def peak_gib(usage: resource.struct_rusage) -> float:
 
 
 @pytest.mark.slow
-def test_the_paper_s_model_at_its_true_size(tmp_path: Path) -> None:
+def test_the_paper_s_model_at_its_true_size(tmp_path):
     # a process starts with the peak memory of the one that starts it, so that large
     # models are made elsewhere
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as elsewhere:
@@ -206,9 +206,7 @@ def hits_of(url: str, query: str) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_one_command_from_the_hub_to_a_page_with_hits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_command_from_the_hub_to_a_page_with_hits(tmp_path, monkeypatch):
     """`show --model edje` in an environment with empty caches."""
     write_towers(tmp_path / "siglip2", BASE, 224, 1000)
     write_published(tmp_path / "run", BASE)

@@ -90,19 +90,19 @@ def write_photo(path: Path, seed: int) -> None:
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> Path:
+def index(tmp_path):
     write_random_index(tmp_path / "photos.edje", SMALL, failed=frozenset({5}), seed=1)
     return tmp_path / "photos.edje"
 
 
 @pytest.fixture
-def other(tmp_path: Path) -> Path:
+def other(tmp_path):
     write_random_index(tmp_path / "other.edje", SMALL, seed=2)
     return tmp_path / "other.edje"
 
 
 @pytest.fixture
-def photos(tmp_path: Path) -> Path:
+def photos(tmp_path):
     """Ten photos and a text file; 03 repeats 01, and 07 is not an image."""
     folder = tmp_path / "photos"
     for name in range(10):
@@ -113,7 +113,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def config(tmp_path: Path, photos: Path, tiny_bundle: Path) -> Callable[..., Any]:
+def config(tmp_path, photos, tiny_bundle):
     """Makes a request to build `photos` in shards of four rows, with changes."""
 
     def make(**changes: object) -> Any:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ def ignore(event: object) -> None:
 
 
 @pytest.fixture
-def clips(tmp_path: Path) -> Path:
+def clips(tmp_path):
     """Six clips, two of them damaged, a photo, a text file, and the metadata of a
     clip.
     """
@@ -44,7 +43,7 @@ def clips(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def request_clips(config: Callable[..., Any], clips: Path) -> Any:
+def request_clips(config, clips):
     return replace(config(frames=3, max_failed=1.0), sources=(str(clips),))
 
 
@@ -52,7 +51,7 @@ def by_name(root: Path) -> dict[str, dict[str, Any]]:
     return {Path(row["uri"]).name: row for row in read_rows(root).to_pylist()}
 
 
-def test_one_row_per_clip(request_clips: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_row_per_clip(request_clips, monkeypatch):
     result = run_build(request_clips, ignore)
     assert (result.inputs, result.indexed, result.duplicates, result.failed) == (
         7,
@@ -88,7 +87,7 @@ def test_one_row_per_clip(request_clips: Any, monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
-def test_sources_of_all_kinds(clips: Path, request_clips: Any, tmp_path: Path) -> None:
+def test_sources_of_all_kinds(clips, request_clips, tmp_path):
     run_build(request_clips, ignore)
     names = sorted(path.name for path in clips.iterdir())
     (tmp_path / "packed").mkdir()
@@ -119,9 +118,7 @@ def test_sources_of_all_kinds(clips: Path, request_clips: Any, tmp_path: Path) -
     assert by_name(packed.out)["a.tar!a.mp4"]["scene"] == "a cat"
 
 
-def test_changes_keep_the_number_of_frames(
-    request_clips: Any, clips: Path, tmp_path: Path
-) -> None:
+def test_changes_keep_the_number_of_frames(request_clips, clips, tmp_path):
     whole = replace(request_clips, out=tmp_path / "whole.edje", shard_size=8)
     first = tmp_path / "first"
     first.mkdir()

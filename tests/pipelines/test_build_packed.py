@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +17,7 @@ from tests.pipelines.conftest import run_build, write_photo
 
 
 @pytest.fixture
-def packed(tmp_path: Path, photos: Path) -> Path:
+def packed(tmp_path, photos):
     """The ten photos in archives and Parquet files. Photo 07 is not an image."""
     folder = tmp_path / "packed"
     folder.mkdir()
@@ -41,9 +39,7 @@ def _pack(photos: Path, folder: Path) -> None:
     )
 
 
-def test_packed_photos_give_the_tokens_of_files(
-    tmp_path: Path, photos: Path, packed: Path, config: Callable[..., Any]
-) -> None:
+def test_packed_photos_give_the_tokens_of_files(tmp_path, photos, packed, config):
     run_build(config(), lambda event: None)
     request = replace(config(), sources=(str(packed),), out=tmp_path / "packed.edje")
     result = run_build(request, lambda event: None)
@@ -61,9 +57,7 @@ def test_packed_photos_give_the_tokens_of_files(
     assert run_build(request, lambda event: None).rows == 30
 
 
-def test_damaged_tokens_of_members_are_encoded_again(
-    tmp_path: Path, packed: Path, config: Callable[..., Any]
-) -> None:
+def test_damaged_tokens_of_members_are_encoded_again(tmp_path, packed, config):
     request = replace(config(), sources=(str(packed),), out=tmp_path / "packed.edje")
     run_build(request, lambda event: None)
     for path in (request.out / "tokens/bf16").glob("c.*"):
@@ -72,9 +66,7 @@ def test_damaged_tokens_of_members_are_encoded_again(
     assert verify_index(request.out) == []
 
 
-def test_failed_members_are_retried(
-    tmp_path: Path, photos: Path, packed: Path, config: Callable[..., Any]
-) -> None:
+def test_failed_members_are_retried(tmp_path, photos, packed, config):
     request = replace(config(), sources=(str(packed),), out=tmp_path / "packed.edje")
     run_build(request, lambda event: None)
     names = {row["uri"] for row in failed_rows(request.out)}

@@ -1,7 +1,5 @@
 """Python's garbage collector beside large libraries."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -22,8 +20,8 @@ print(paused, gc.isenabled(), gc.get_freeze_count() >= 100_000)
 
 @pytest.mark.parametrize("owned", [True, False])
 def test_what_was_imported_is_never_visited_in_a_process_of_our_own(
-    owned: bool,
-) -> None:
+    owned,
+):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(owned=owned)],
         capture_output=True,

@@ -5,7 +5,6 @@ from.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,7 @@ Ratings = list[tuple[int, float]]
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> TokenIndex:
+def index(tmp_path_factory):
     """Photos, indexed with an imported model."""
     folder = tmp_path_factory.mktemp("imported")
     towers(folder)
@@ -104,9 +103,7 @@ def llama_index(index: TokenIndex, _: Path) -> Ratings:
     ],
     ids=lambda rated: rated.__name__,
 )
-def test_relevance_is_the_logistic_function_of_the_logit(
-    index: TokenIndex, tmp_path: Path, rated: Callable[[TokenIndex, Path], Ratings]
-) -> None:
+def test_relevance_is_the_logistic_function_of_the_logit(index, tmp_path, rated):
     bundle = ModelBundle.load(index.model.info.path)
     blocks = index.store.fetch(range(ROWS))
     tokens = torch.from_numpy(blocks.astype("float32"))

@@ -1,9 +1,6 @@
 """The commonest mistakes end with what to do next."""
 
-from __future__ import annotations
-
 import itertools
-from pathlib import Path
 
 import pytest
 
@@ -59,7 +56,7 @@ MISTAKES = [
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Path:
+def place(tmp_path_factory, tiny_bundle):
     folder = tmp_path_factory.mktemp("mistakes")
     write_random_index(folder / "photos.edje", SPEC)
     write_photo(folder / "photos/0.jpg", 0)

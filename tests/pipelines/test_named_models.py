@@ -5,8 +5,6 @@ Hugging Face Hub.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,7 +26,7 @@ from tests.edje_index.bundles.test_published_layouts import (
 )
 from tests.edje_index.siglip_cases import TOWERS
 from tests.edje_index.towers import clip_config, random_clip
-from tests.hub_server import Hub, hub_server
+from tests.hub_server import hub_server
 from tests.pipelines.conftest import write_photo
 
 EDJE = MODELS["edje"].parts[0]
@@ -36,7 +34,7 @@ CARD = f"---\nlicense: mit\n---\nRe-ranks the top-20 of {TOWERS}."
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(tmp_path, monkeypatch):
     """The Hub with the authors' repository, which lacks towers and tokenizer."""
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
@@ -53,9 +51,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield hub
 
 
-def test_the_authors_model_by_name(
-    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], run
-) -> None:
+def test_the_authors_model_by_name(hub, tmp_path, capsys, run):
     """From the name to a search; the second use downloads nothing."""
     for seed in range(3):
         write_photo(tmp_path / "photos" / f"{seed}.jpg", seed)
@@ -83,9 +79,7 @@ def test_the_authors_model_by_name(
     assert named_by in shown["origins"]["tokenizer"]
 
 
-def test_towers_by_name_search_by_embedding(
-    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_towers_by_name_search_by_embedding(hub, tmp_path, capsys):
     from edje_index.models.weights import save_weights
 
     config = clip_config()
@@ -102,7 +96,7 @@ def test_towers_by_name_search_by_embedding(
     assert "the towers alone; searches are by embedding" in capsys.readouterr().out
 
 
-def test_models_are_listed_with_what_the_hub_says(hub: Hub) -> None:
+def test_models_are_listed_with_what_the_hub_says(hub):
     models = {
         each["name"]: each for each in run_here("model", "get", "--list")["models"]
     }
@@ -117,9 +111,7 @@ def test_models_are_listed_with_what_the_hub_says(hub: Hub) -> None:
     assert (models["demo"]["megabytes"], models["demo"]["needs_hub"]) == (174, False)
 
 
-def test_without_the_hub_the_demo_model_is_named(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run
-) -> None:
+def test_without_the_hub_the_demo_model_is_named(hub, tmp_path, monkeypatch, run):
     write_photo(tmp_path / "photos" / "0.jpg", 0)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     code, _, error = run("show", tmp_path / "photos", "--model", "edje")
@@ -127,7 +119,7 @@ def test_without_the_hub_the_demo_model_is_named(
     assert "; the demo model needs no Hub: 'edje-index show" in error
 
 
-def test_unknown_names_are_refused(hub: Hub, tmp_path: Path) -> None:
+def test_unknown_names_are_refused(hub, tmp_path):
     build = ("build", tmp_path, "--out", tmp_path / "out", "--model", "edji")
     refused = run_here(*build, expect=2)
     assert "there is no model 'edji'; give the directory of a" in refused["error"]
@@ -142,7 +134,7 @@ def test_unknown_names_are_refused(hub: Hub, tmp_path: Path) -> None:
     assert "names no repository" in refused["error"]
 
 
-def test_an_imported_bundle_works_everywhere(hub: Hub, tmp_path: Path) -> None:
+def test_an_imported_bundle_works_everywhere(hub, tmp_path):
     """Quantize, explain, evaluation and training, as for any other bundle."""
     bundle = tmp_path / "model"
     run_here("model", "get", "edje", "--out", bundle)
@@ -175,7 +167,7 @@ def test_an_imported_bundle_works_everywhere(hub: Hub, tmp_path: Path) -> None:
     assert trained["steps"] == 1
 
 
-def test_two_downloads_at_once_leave_one_whole_model(hub: Hub, tmp_path: Path) -> None:
+def test_two_downloads_at_once_leave_one_whole_model(hub, tmp_path):
     """The second download runs while the first one says that it begins."""
     found = []
 

@@ -10,7 +10,6 @@ import re
 import shutil
 import tarfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +55,13 @@ def one_file(photos: Path) -> str:
 
 @pytest.mark.parametrize("source", [folder, archive, list_of_paths, pattern, one_file])
 def test_every_command_reads_and_writes_there(
-    tmp_path: Path,
-    photos: Path,
-    tiny_bundle: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    run: Callable[..., tuple[int, str, str]],
-    source: Callable[[Path], str],
-) -> None:
+    tmp_path,
+    photos,
+    tiny_bundle,
+    monkeypatch,
+    run,
+    source,
+):
     (tmp_path / FOLDER).mkdir()
     monkeypatch.chdir(tmp_path / FOLDER)
     shutil.copytree(photos, NAME)
@@ -140,10 +139,10 @@ def write_archive(path: Path, photos: list[bytes], kind: str) -> None:
 
 
 def test_names_of_members_in_any_encoding_work_everywhere(
-    tmp_path: Path,
-    tiny_bundle: Path,
-    run: Callable[..., tuple[int, str, str]],
-) -> None:
+    tmp_path,
+    tiny_bundle,
+    run,
+):
     (tmp_path / "in").mkdir()
     kinds = ["pax", "gnu", "ustar", "zip", "zip with flag"]
     for number, kind in enumerate(kinds):

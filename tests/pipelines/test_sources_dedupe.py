@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,9 +36,7 @@ def refs_of(folder: Path, contents: list[bytes | None]) -> list[InputRef]:
 
 
 @given(st.lists(st.none() | st.sampled_from([b"", b"a", b"b", b"c"]), max_size=80))
-def test_first_of_identical_inputs_is_the_original(
-    tmp_path_factory: pytest.TempPathFactory, contents: list
-) -> None:
+def test_first_of_identical_inputs_is_the_original(tmp_path_factory, contents):
     folder = tmp_path_factory.getbasetemp() / "dedupe"
     folder.mkdir(exist_ok=True)
     refs = refs_of(folder, contents)
@@ -58,7 +55,7 @@ def test_first_of_identical_inputs_is_the_original(
             assert ref.duplicate_of == (None if first == row else first)
 
 
-def test_looks_ahead_a_bounded_number_of_inputs(tmp_path: Path) -> None:
+def test_looks_ahead_a_bounded_number_of_inputs(tmp_path):
     (ref,) = refs_of(tmp_path, [b"x"])
     taken = 0
 

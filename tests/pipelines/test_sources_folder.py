@@ -10,7 +10,6 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,7 +43,7 @@ def scan(root: Path) -> tuple[list[str], dict[str, int], dict[str, str]]:
     )
 
 
-def test_order_is_by_bytes_files_before_folders(tmp_path: Path) -> None:
+def test_order_is_by_bytes_files_before_folders(tmp_path):
     for name in (
         "b.jpg",
         "a/2.png",
@@ -79,7 +78,7 @@ def test_order_is_by_bytes_files_before_folders(tmp_path: Path) -> None:
     }[raw] == b"abc"
 
 
-def test_what_is_no_image_is_counted(tmp_path: Path) -> None:
+def test_what_is_no_image_is_counted(tmp_path):
     put(tmp_path / "a.JPG")
     for name in (
         "a.txt",
@@ -105,9 +104,7 @@ def test_what_is_no_image_is_counted(tmp_path: Path) -> None:
     }
 
 
-def test_pipes_and_sockets_are_counted_and_not_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pipes_and_sockets_are_counted_and_not_opened(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe.jpg")
     os.mkfifo("pipe")
@@ -121,7 +118,7 @@ def test_pipes_and_sockets_are_counted_and_not_opened(
 # Links
 
 
-def test_loops_end(tmp_path: Path) -> None:
+def test_loops_end(tmp_path):
     put(tmp_path / "a/a.jpg")
     (tmp_path / "a/up").symlink_to(tmp_path)
     (tmp_path / "a/self").symlink_to("self")
@@ -133,7 +130,7 @@ def test_loops_end(tmp_path: Path) -> None:
     )
 
 
-def test_a_link_to_a_directory_takes_no_name_and_hides_nothing(tmp_path: Path) -> None:
+def test_a_link_to_a_directory_takes_no_name_and_hides_nothing(tmp_path):
     put(tmp_path / "z/p.jpg")
     (tmp_path / "a").symlink_to("z")
     assert scan(tmp_path)[:2] == (["z/p.jpg"], {"(folder seen)": 1})
@@ -143,7 +140,7 @@ def test_a_link_to_a_directory_takes_no_name_and_hides_nothing(tmp_path: Path) -
     assert names == ["z/p.jpg"]
 
 
-def test_a_link_to_an_ignored_file_is_an_input(tmp_path: Path) -> None:
+def test_a_link_to_an_ignored_file_is_an_input(tmp_path):
     put(tmp_path / "a/blob.dat")
     put(tmp_path / "a/.hidden.jpg")
     (tmp_path / "z.jpg").symlink_to("a/blob.dat")
@@ -151,7 +148,7 @@ def test_a_link_to_an_ignored_file_is_an_input(tmp_path: Path) -> None:
     assert scan(tmp_path)[:2] == (["z.jpg", "a/y.jpg"], {".dat": 1, "(hidden)": 1})
 
 
-def test_litter_of_other_programs_is_ignored(tmp_path: Path) -> None:
+def test_litter_of_other_programs_is_ignored(tmp_path):
     for name in (
         "@eaDir/a.jpg/SYNOPHOTO_THUMB_M.jpg",
         "#recycle/a.jpg",
@@ -171,7 +168,7 @@ def test_litter_of_other_programs_is_ignored(tmp_path: Path) -> None:
     )
 
 
-def test_broken_link_is_a_missing_image(tmp_path: Path) -> None:
+def test_broken_link_is_a_missing_image(tmp_path):
     (tmp_path / "a.jpg").symlink_to("b.jpg")
     (tmp_path / "c.txt").symlink_to("d.txt")
     (tmp_path / "e.jpg").symlink_to("e.jpg")
@@ -191,9 +188,7 @@ def test_broken_link_is_a_missing_image(tmp_path: Path) -> None:
         max_size=12,
     )
 )
-def test_every_real_image_is_found_once(
-    tmp_path_factory: pytest.TempPathFactory, made: list
-) -> None:
+def test_every_real_image_is_found_once(tmp_path_factory, made):
     """Every file is used exactly once, whatever links lead to it, and a second pass
     has the same order.
     """
@@ -235,7 +230,7 @@ def paths_below(folder: Path, parents: tuple[str, ...]) -> Iterator[Path]:
             yield path
 
 
-def test_every_path_to_an_archive_is_tried(tmp_path: Path) -> None:
+def test_every_path_to_an_archive_is_tried(tmp_path):
     put(tmp_path / "store/0.jpg")
     put(tmp_path / "b/own/1.jpg")
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
@@ -258,9 +253,7 @@ def test_every_path_to_an_archive_is_tried(tmp_path: Path) -> None:
 # What cannot be read
 
 
-def test_a_folder_too_deep_to_open_is_an_input_with_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_too_deep_to_open_is_an_input_with_a_problem(tmp_path, monkeypatch):
     """The path is longer than the system allows, so the directories are created one
     by one.
     """
@@ -277,7 +270,7 @@ def test_a_folder_too_deep_to_open_is_an_input_with_a_problem(
     assert list(problems.values()) == ["unreadable"]
 
 
-def test_an_excluded_album_of_links_leaves_the_photos(tmp_path: Path) -> None:
+def test_an_excluded_album_of_links_leaves_the_photos(tmp_path):
     for name in ("all/0.jpg", "all/1.jpg", "all/2.jpg"):
         put(tmp_path / name, JPEG + name.encode())
     for album, number in (("abest", 2), ("zbest", 1)):
@@ -292,7 +285,7 @@ def test_an_excluded_album_of_links_leaves_the_photos(tmp_path: Path) -> None:
     assert names == ["zbest/x.jpg"]
 
 
-def test_patterns_see_the_path_below_the_source(tmp_path: Path) -> None:
+def test_patterns_see_the_path_below_the_source(tmp_path):
     root = tmp_path / "data" / "set"
     inner = str(root).lstrip("/")
     for name in ("Party!.jpg", "b.jpg", f"{inner}/c.jpg"):

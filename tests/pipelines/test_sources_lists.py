@@ -47,7 +47,7 @@ def write_list(path: Path, values: list[str], column: str = "path") -> Path:
 
 
 @SUFFIXES
-def test_the_path_column(tmp_path: Path, suffix: str) -> None:
+def test_the_path_column(tmp_path, suffix):
     for column in NAME_COLUMNS:
         assert len(scan(write_list(tmp_path / f"list{suffix}", ["a.jpg"], column))) == 1
     path = write_list(tmp_path / f"list{suffix}", ["a.jpg"], "photo")
@@ -58,7 +58,7 @@ def test_the_path_column(tmp_path: Path, suffix: str) -> None:
         open_source(str(path), "nonesuch")
 
 
-def test_bad_json_lines_are_inputs_that_failed(tmp_path: Path) -> None:
+def test_bad_json_lines_are_inputs_that_failed(tmp_path):
     path = tmp_path / "list.jsonl"
     (tmp_path / os.fsdecode(b"\xff.jpg")).touch()
     # names that are not UTF-8
@@ -86,7 +86,7 @@ def test_bad_json_lines_are_inputs_that_failed(tmp_path: Path) -> None:
     assert refs[-2].uri == f"{path}#{len(bad) + 2}"
 
 
-def test_parquet_nulls_and_kinds_of_text(tmp_path: Path) -> None:
+def test_parquet_nulls_and_kinds_of_text(tmp_path):
     for number, kind in enumerate([pa.string(), pa.binary()]):
         path = tmp_path / f"{number}.parquet"
         pq.write_table(
@@ -97,7 +97,7 @@ def test_parquet_nulls_and_kinds_of_text(tmp_path: Path) -> None:
         assert (refs[1].uri, refs[2].uri) == (f"{path}#2", f"{tmp_path}/é.jpg")
 
 
-def test_damaged_parquet(tmp_path: Path) -> None:
+def test_damaged_parquet(tmp_path):
     path = write_list(
         tmp_path / "list.parquet", [f"{number}.jpg" for number in range(1000)]
     )
@@ -111,7 +111,7 @@ def test_damaged_parquet(tmp_path: Path) -> None:
         scan(path)
 
 
-def test_a_quotation_mark_in_a_table_with_tabs_hides_no_row(tmp_path: Path) -> None:
+def test_a_quotation_mark_in_a_table_with_tabs_hides_no_row(tmp_path):
     path = tmp_path / "list.tsv"
     path.write_text(
         'path\tcaption\na.jpg\t"hello\nb.jpg\t2" wide\nc.jpg\t"a'
@@ -131,7 +131,7 @@ def test_a_quotation_mark_in_a_table_with_tabs_hides_no_row(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "rest", ["c.jpg,y\n", "c.jpg," + "y" * 200_000 + '\nd.jpg,"\n']
 )
-def test_quoted_text_without_an_end_hides_no_row(tmp_path: Path, rest: str) -> None:
+def test_quoted_text_without_an_end_hides_no_row(tmp_path, rest):
     path = tmp_path / "list.csv"
     path.write_text('path,caption\na.jpg,"two\nlines"\nb.jpg,"hello\n' + rest)
     with pytest.raises(
@@ -143,7 +143,7 @@ def test_quoted_text_without_an_end_hides_no_row(tmp_path: Path, rest: str) -> N
         scan(path)
 
 
-def test_lines_name_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_name_files(tmp_path, monkeypatch):
     for name in (b"a.jpg", b"b c.jpg", b"\xff.jpg"):
         (tmp_path / os.fsdecode(name)).write_bytes(name)
     path = tmp_path / "list.txt"
@@ -175,7 +175,7 @@ def test_lines_name_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         list(source.iter_inputs())
 
 
-def test_caption_files(tmp_path: Path) -> None:
+def test_caption_files(tmp_path):
     def captions_in(content: Any) -> list[InputRef]:
         (tmp_path / "captions.json").write_text(json.dumps(content))
         return scan(tmp_path / "captions.json")
@@ -214,9 +214,7 @@ def test_caption_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv"])
-def test_consecutive_lines_of_one_image_give_all_its_captions(
-    tmp_path: Path, suffix: str
-) -> None:
+def test_consecutive_lines_of_one_image_give_all_its_captions(tmp_path, suffix):
     names = ("image", "caption", "n", "split")
     rows = [
         ("a", "one", 1, "dev"),
@@ -241,7 +239,7 @@ def test_consecutive_lines_of_one_image_give_all_its_captions(
     assert found == [(["one", "two"], 1), ("three", 4), ("four", 5)]
 
 
-def test_the_first_line_may_lack_the_path(tmp_path: Path) -> None:
+def test_the_first_line_may_lack_the_path(tmp_path):
     path = tmp_path / "list.jsonl"
     path.write_text('{"caption": "no photo"}\n{"path": "0.jpg", "caption": "one"}\n')
     (tmp_path / "0.jpg").write_bytes(b"0")

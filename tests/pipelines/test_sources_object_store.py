@@ -4,10 +4,8 @@ responses are lost or short.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import obstore
 import pytest
@@ -21,7 +19,7 @@ from storage_formats.remote import files as remote
 from storage_formats.remote import objects
 from storage_formats.remote.files import ChangedFileError
 from storage_formats.remote.objects import ObjectFolder
-from tests.object_store import FaultyProxy, every
+from tests.object_store import every
 from tests.pipelines.conftest import run_build, write_photo
 from tests.pipelines.test_build_packed import _pack
 
@@ -31,7 +29,7 @@ BUCKET = "images"
 
 
 @pytest.fixture
-def proxy(proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+def proxy(proxy, monkeypatch):
     monkeypatch.setattr(objects, "_FIRST_WAIT", 0.01)
     monkeypatch.setattr("edje_index.images.transient.PAUSES", (0.0,))
     remote._bucket.cache_clear()
@@ -40,7 +38,7 @@ def proxy(proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fault
 
 
 @pytest.fixture
-def uploaded(proxy: FaultyProxy, photos: Path, tmp_path: Path) -> Path:
+def uploaded(proxy, photos, tmp_path):
     """A local folder, and the same files in the bucket: photos with metadata, and
     packed photos.
     """
@@ -74,9 +72,7 @@ def contents(spec: str, base: str) -> list[tuple[str, bytes, object]]:
 
 
 @pytest.mark.parametrize("fault", [None, "reset", "503", "truncate"])
-def test_a_bucket_reads_as_a_folder(
-    proxy: FaultyProxy, uploaded: Path, fault: str | None
-) -> None:
+def test_a_bucket_reads_as_a_folder(proxy, uploaded, fault):
     local = contents(str(uploaded), str(uploaded))
     if fault is not None:
         proxy.fault = every(4, fault)
@@ -84,7 +80,7 @@ def test_a_bucket_reads_as_a_folder(
     assert len(local) == 41
 
 
-def test_a_directory_and_a_pattern(uploaded: Path) -> None:
+def test_a_directory_and_a_pattern(uploaded):
     for spec in (
         "photos",
         "packed/a.tar.gz",
@@ -108,7 +104,7 @@ def test_a_directory_and_a_pattern(uploaded: Path) -> None:
     assert str(refused.value).count("check the URL") == 1
 
 
-def test_an_object_that_changes_between_requests_is_never_mixed(uploaded: Path) -> None:
+def test_an_object_that_changes_between_requests_is_never_mixed(uploaded):
     url = f"s3://{BUCKET}/packed/b.zip"
     store = ObjectFolder.open(f"s3://{BUCKET}").store
     data = (uploaded / "packed/b.zip").read_bytes()
@@ -123,9 +119,7 @@ def test_an_object_that_changes_between_requests_is_never_mixed(uploaded: Path) 
                 file.pread(10, len(data) - 10)
 
 
-def test_a_build_and_an_update(
-    proxy: FaultyProxy, uploaded: Path, config: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_build_and_an_update(proxy, uploaded, config, tmp_path):
     local = replace(
         config(), sources=(f"{uploaded}/photos",), out=tmp_path / "local.edje"
     )

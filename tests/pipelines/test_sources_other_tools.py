@@ -29,7 +29,7 @@ def colours(refs: list[InputRef]) -> set[tuple[int, ...]]:
     }
 
 
-def test_hugging_face_datasets() -> None:
+def test_hugging_face_datasets():
     refs = list(open_source(str(GOLDEN / "hugging_face.parquet")).iter_inputs())
     assert colours(refs) == COLOURS
     assert [ref.metadata["caption"] for ref in refs] == [
@@ -39,7 +39,7 @@ def test_hugging_face_datasets() -> None:
 
 
 @pytest.mark.parametrize("layout", ["webdataset", "parquet", "files"])
-def test_img2dataset(layout: str) -> None:
+def test_img2dataset(layout):
     source = open_source(str(GOLDEN / f"img2dataset_{layout}"))
     refs = list(source.iter_inputs())
     assert colours(refs) == COLOURS

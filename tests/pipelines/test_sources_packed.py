@@ -39,7 +39,7 @@ COMPRESSORS = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Twelve photos in the sub-directory `photos`, with captions beside two of them."""
     (tmp_path / "photos").mkdir()
     for name, data in PHOTOS.items():
@@ -86,7 +86,7 @@ def scan(path: Path) -> list[InputRef]:
 
 
 @pytest.mark.parametrize("suffix", [*COMPRESSORS, ".zip"])
-def test_files_of_other_programs(folder: Path, suffix: str) -> None:
+def test_files_of_other_programs(folder, suffix):
     path = pack(folder, suffix)
     refs = sorted(scan(path), key=lambda ref: ref.uri)
     assert contents(refs) == PHOTOS
@@ -96,16 +96,14 @@ def test_files_of_other_programs(folder: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".tar.gz", ".zip"])
-def test_a_large_image_without_a_suffix_is_an_input(folder: Path, suffix: str) -> None:
+def test_a_large_image_without_a_suffix_is_an_input(folder, suffix):
     scan_of_page = b"\xff\xd8\xff" + random.Random(0).randbytes(3 << 19)
     (folder / "photos" / "page").write_bytes(scan_of_page)
     assert contents(scan(pack(folder, suffix))) == {**PHOTOS, "page": scan_of_page}
 
 
 @pytest.mark.parametrize("suffix", [".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst"])
-def test_a_read_that_fails_loses_no_bytes(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
-) -> None:
+def test_a_read_that_fails_loses_no_bytes(folder, monkeypatch, suffix):
     monkeypatch.setattr(tars, "_CHUNK", 30_000)
     path = pack(folder, suffix)
     refs = scan(path)
@@ -129,9 +127,7 @@ def test_a_read_that_fails_loses_no_bytes(
 
 @pytest.mark.parametrize("suffix", [".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst"])
 @pytest.mark.parametrize("damage", ["cut", "flipped"])
-def test_damaged_compressed_tars_lose_nothing_silently(
-    folder: Path, suffix: str, damage: str
-) -> None:
+def test_damaged_compressed_tars_lose_nothing_silently(folder, suffix, damage):
     path = pack(folder, suffix)
     data = bytearray(path.read_bytes())
     middle = len(data) // 2
@@ -152,16 +148,14 @@ def test_damaged_compressed_tars_lose_nothing_silently(
     )
 
 
-def test_an_archive_that_changed_after_the_plan(folder: Path) -> None:
+def test_an_archive_that_changed_after_the_plan(folder):
     refs = scan(pack(folder, ".tar.gz"))
     (folder / "photos/000.jpg").write_bytes(b"other")
     pack(folder, ".tar.gz")
     assert set(contents(refs).values()) == {"changed-since-plan"}
 
 
-def test_a_bomb_in_a_compressed_tar(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bomb_in_a_compressed_tar(tmp_path, monkeypatch):
     monkeypatch.setattr(tars, "FREE_EXPANSION", 4 << 20)
     path = tmp_path / "bomb.tar.xz"
     with tarfile.open(path, "w:xz", preset=0) as archive:
@@ -177,7 +171,7 @@ class _Zeros(io.RawIOBase):
         return bytes(size)
 
 
-def test_members_of_a_zip_that_cannot_be_read(tmp_path: Path) -> None:
+def test_members_of_a_zip_that_cannot_be_read(tmp_path):
     path = tmp_path / "odd.zip"
     with zipfile.ZipFile(path, "w") as archive:
         link = zipfile.ZipInfo("link.jpg")
@@ -208,9 +202,7 @@ def test_members_of_a_zip_that_cannot_be_read(tmp_path: Path) -> None:
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_damaged_zips_never_raise(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_damaged_zips_never_raise(tmp_path_factory, data):
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.jpg", b"first" * 50)
@@ -230,9 +222,7 @@ def test_damaged_zips_never_raise(
         assert isinstance(value, bytes) or value in REASONS
 
 
-def test_a_large_list_of_members_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_list_of_members_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "many.zip"
     with zipfile.ZipFile(path, "w") as archive:
         for number in range(200):
@@ -242,7 +232,7 @@ def test_a_large_list_of_members_is_refused(
     assert ref.problem == "damaged-archive"
 
 
-def test_a_damaged_size_takes_no_memory(tmp_path: Path) -> None:
+def test_a_damaged_size_takes_no_memory(tmp_path):
     (tmp_path / "file").write_bytes(b"abc")
     with open_ranged(os.fsencode(tmp_path / "file")) as file:
         assert file.pread(1 << 60, 1) == b"bc"
@@ -250,7 +240,7 @@ def test_a_damaged_size_takes_no_memory(tmp_path: Path) -> None:
         assert file.read() == b""
 
 
-def test_a_folder_of_archives_is_read(folder: Path) -> None:
+def test_a_folder_of_archives_is_read(folder):
     packed = folder / "packed"
     packed.mkdir()
     pack(folder, ".tar.gz").rename(packed / "a.tar.gz")

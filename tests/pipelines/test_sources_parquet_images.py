@@ -47,7 +47,7 @@ def values(path: Path, column: str | None = None) -> list[bytes | str]:
 
 @pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
 @pytest.mark.parametrize("dictionary", [True, False])
-def test_binary_columns(tmp_path: Path, compression: str, dictionary: bool) -> None:
+def test_binary_columns(tmp_path, compression, dictionary):
     columns = {
         "key": [str(number) for number in range(10)],
         "jpg": PHOTOS,
@@ -66,7 +66,7 @@ def test_binary_columns(tmp_path: Path, compression: str, dictionary: bool) -> N
     assert refs[7].metadata == {"key": "7", "source_width": 7}
 
 
-def test_struct_columns_with_bytes_or_paths(tmp_path: Path) -> None:
+def test_struct_columns_with_bytes_or_paths(tmp_path):
     (tmp_path / "b.jpg").write_bytes(PHOTOS[1])
     rows = [
         {"bytes": PHOTOS[0], "path": "a.jpg"},
@@ -89,7 +89,7 @@ def test_struct_columns_with_bytes_or_paths(tmp_path: Path) -> None:
     assert source.ignored == {"(row without an image)": 2}
 
 
-def test_the_column_can_be_named(tmp_path: Path) -> None:
+def test_the_column_can_be_named(tmp_path):
     path = write(tmp_path / "a.parquet", {"left": PHOTOS, "right": PHOTOS[::-1]})
     with pytest.raises(
         UsageError, match="several columns of images \\(left, right\\); name the column"
@@ -109,7 +109,7 @@ def test_the_column_can_be_named(tmp_path: Path) -> None:
     assert [ref.uri.rpartition("!")[2] for ref in folder.iter_inputs()] == ["photo/0"]
 
 
-def test_sounds_are_no_images_and_labels_have_names(tmp_path: Path) -> None:
+def test_sounds_are_no_images_and_labels_have_names(tmp_path):
     label = {"_type": "ClassLabel", "names": ["cat", "dog"]}
     features = {
         "audio": {"_type": "Audio"},
@@ -131,9 +131,7 @@ def test_sounds_are_no_images_and_labels_have_names(tmp_path: Path) -> None:
     assert source.ignored == {"(binary column)": 1}
 
 
-def test_threads_read_on_across_row_groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_read_on_across_row_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(ranges, "KEPT_BYTES", 0)
     path = write(tmp_path / "a.parquet", {"jpg": PHOTOS}, row_group_size=1)
     starts: list[int] = []
@@ -153,7 +151,7 @@ def test_threads_read_on_across_row_groups(
         assert starts == [2, 8]
 
 
-def test_a_damaged_row_group_fails_its_rows_only(tmp_path: Path) -> None:
+def test_a_damaged_row_group_fails_its_rows_only(tmp_path):
     path = write(
         tmp_path / "a.parquet",
         {"jpg": PHOTOS},
@@ -175,7 +173,7 @@ def test_a_damaged_row_group_fails_its_rows_only(tmp_path: Path) -> None:
         ]
 
 
-def test_repeated_images_take_the_memory_of_one(tmp_path: Path) -> None:
+def test_repeated_images_take_the_memory_of_one(tmp_path):
     import tracemalloc
 
     path = write(
@@ -194,9 +192,7 @@ def test_repeated_images_take_the_memory_of_one(tmp_path: Path) -> None:
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_damaged_files_never_raise(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_damaged_files_never_raise(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "damaged.parquet"
     write(
         path,
@@ -218,7 +214,7 @@ def test_damaged_files_never_raise(
 
 
 @pytest.mark.parametrize("first", [b"<html>", b""])
-def test_a_damaged_first_image_hides_no_others(tmp_path: Path, first: bytes) -> None:
+def test_a_damaged_first_image_hides_no_others(tmp_path, first):
     photos = [first, b"\xff\xd8\xff one", b"\xff\xd8\xff two"]
     write(tmp_path / "a.parquet", {"image": pa.array(photos)})
     assert len(list(open_source(str(tmp_path)).iter_inputs())) == 3

@@ -8,7 +8,7 @@ import json
 import random
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,17 +30,17 @@ from storage_formats.remote import files as remote
 from tests.object_store import use_endpoint
 from tests.pipelines.conftest import run_build
 from tests.pipelines.test_build_packed import _pack
-from tests.web_server import WebServer, web_server
+from tests.web_server import web_server
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[WebServer]:
+def running():
     with web_server() as server:
         yield server
 
 
 @pytest.fixture
-def server(running: WebServer, monkeypatch: pytest.MonkeyPatch) -> WebServer:
+def server(running, monkeypatch):
     for part in (running.files, running.faults, running.responses, running.requests):
         part.clear()
     running.ranges = True
@@ -62,12 +62,12 @@ def contents(refs: list[InputRef], base: str) -> list[tuple[str, bytes, object]]
     "suffix", ["tar", "tar.gz", "tar.bz2", "tar.xz", "tar.zst", "zip", "parquet"]
 )
 def test_archives_read_in_any_order(
-    server: WebServer,
-    tmp_path: Path,
-    photos: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    suffix: str,
-) -> None:
+    server,
+    tmp_path,
+    photos,
+    monkeypatch,
+    suffix,
+):
     for module, name, value in [
         (ranges, "BLOCK_BYTES", 700),
         (tars, "_CHUNK", 500),
@@ -129,13 +129,13 @@ class ChangingFile:
     ],
 )
 def test_a_file_that_changes_between_requests_is_never_mixed(
-    server: WebServer,
-    tmp_path: Path,
-    photos: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    suffix: str,
-    change: str,
-) -> None:
+    server,
+    tmp_path,
+    photos,
+    monkeypatch,
+    suffix,
+    change,
+):
     monkeypatch.setattr(ranges, "BLOCK_BYTES", 700)
     path = _packed_as(suffix, photos, tmp_path)
     data = path.read_bytes()
@@ -163,7 +163,7 @@ def test_a_file_that_changes_between_requests_is_never_mixed(
 
 
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "txt", "json"])
-def test_lists_on_a_server(server: WebServer, suffix: str) -> None:
+def test_lists_on_a_server(server, suffix):
     values = [
         "photos/a.jpg",
         f"{server.url}/other/b.jpg",
@@ -194,7 +194,7 @@ def test_lists_on_a_server(server: WebServer, suffix: str) -> None:
             scan(f"{server.url}/lists/bad.json")
 
 
-def test_names_in_a_list_on_a_server_are_no_addresses(server: WebServer) -> None:
+def test_names_in_a_list_on_a_server_are_no_addresses(server):
     names = ["shot #1.jpg", "shot #2.jpg", "é.jpg"]
     server.files["/dir/list.txt"] = "\n".join(names).encode()
     for name in names:
@@ -206,7 +206,7 @@ def test_names_in_a_list_on_a_server_are_no_addresses(server: WebServer) -> None
     assert [read_bytes(ref).decode() for ref in again] == names
 
 
-def test_patterns_of_urls(server: WebServer) -> None:
+def test_patterns_of_urls(server):
     for number in range(3):
         server.files[f"/{number}.jpg"] = b"photo"
     assert [ref.uri for ref in scan(server.url + "/{0..2}.jpg")] == [
@@ -230,13 +230,13 @@ def test_patterns_of_urls(server: WebServer) -> None:
     ],
 )
 def test_a_folder_on_the_hub(
-    server: WebServer,
-    photos: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    revision: str,
-    encoded: str,
-) -> None:
+    server,
+    photos,
+    tmp_path,
+    monkeypatch,
+    revision,
+    encoded,
+):
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.setenv("HF_TOKEN", "secret\n")
     (tmp_path / "packed").mkdir()
@@ -278,9 +278,7 @@ def test_a_folder_on_the_hub(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_the_list_of_a_folder_gives_no_token_away_and_ends(
-    server: WebServer, monkeypatch: pytest.MonkeyPatch, host: str
-) -> None:
+def test_the_list_of_a_folder_gives_no_token_away_and_ends(server, monkeypatch, host):
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     path = "/api/datasets/owner/set/tree/main/data"
     link = f'<{server.url.replace("127.0.0.1", host)}{path}>; rel="next"'
@@ -311,9 +309,7 @@ def test_the_list_of_a_folder_gives_no_token_away_and_ends(
         '[{"path": "a", "type": "file", "size": 1e999}]',
     ],
 )
-def test_an_answer_of_the_hub_that_lists_no_files(
-    server: WebServer, monkeypatch: pytest.MonkeyPatch, answer: str
-) -> None:
+def test_an_answer_of_the_hub_that_lists_no_files(server, monkeypatch, answer):
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     server.files["/api/datasets/owner/set/tree/main/data"] = answer.encode()
     with pytest.raises(UsageError, match=r"/data is no list of files: .*; check"):
@@ -341,8 +337,8 @@ def _listing(keys: list[str], prefix: str) -> str:
 
 
 def test_folders_of_a_bucket_without_a_name_or_without_a_list(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     keys = ["/x.jpg", "b.jpg", "empty/", "sub/c.jpg"]
     pages = {"sub/": _listing(keys, "sub/")}
     with web_server() as server:
@@ -368,12 +364,12 @@ def test_folders_of_a_bucket_without_a_name_or_without_a_list(
 
 
 def test_a_build_from_addresses(
-    server: WebServer,
-    tmp_path: Path,
-    photos: Path,
-    config: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    server,
+    tmp_path,
+    photos,
+    config,
+    monkeypatch,
+):
     lines = ["url,caption"]
     for path in sorted(photos.glob("*.jpg")):
         server.files[f"/{path.name}"] = path.read_bytes()
@@ -407,8 +403,8 @@ def test_a_build_from_addresses(
 
 
 def test_an_update_keeps_the_rows_of_addresses_that_cannot_be_read_now(
-    server: WebServer, tmp_path: Path, photos: Path, config: Callable[..., Any]
-) -> None:
+    server, tmp_path, photos, config
+):
     names = ["00.jpg", "01.jpg", "02.jpg", "04.jpg", "gone.jpg"]
     for name in names[:4]:
         server.files[f"/{name}"] = (photos / name).read_bytes()
@@ -442,12 +438,12 @@ def test_an_update_keeps_the_rows_of_addresses_that_cannot_be_read_now(
 
 @pytest.mark.parametrize("original", ["changed", "vanished"])
 def test_an_update_keeps_the_original_of_a_duplicate_that_cannot_be_read_now(
-    server: WebServer,
-    tmp_path: Path,
-    photos: Path,
-    config: Callable[..., Any],
-    original: str,
-) -> None:
+    server,
+    tmp_path,
+    photos,
+    config,
+    original,
+):
     server.files["/01.jpg"] = (photos / "01.jpg").read_bytes()
     (tmp_path / "list.txt").write_text(f"{server.url}/01.jpg\n")
     sources = (str(photos), str(tmp_path / "list.txt"))
@@ -489,9 +485,7 @@ def test_an_update_keeps_the_original_of_a_duplicate_that_cannot_be_read_now(
 
 @pytest.mark.parametrize("name", ["a.tar", "a.zip"])
 @pytest.mark.parametrize("status", ["403", "404"])
-def test_an_archive_that_the_server_does_not_give_is_refused(
-    server: WebServer, name: str, status: str
-) -> None:
+def test_an_archive_that_the_server_does_not_give_is_refused(server, name, status):
     server.faults[f"/{name}"] = [status] * 9
     with pytest.raises(
         UsageError,

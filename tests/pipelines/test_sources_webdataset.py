@@ -62,7 +62,7 @@ MEMBERS = [
 @pytest.mark.parametrize(
     "form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
 )
-def test_image_members_are_inputs(tmp_path: Path, form: int) -> None:
+def test_image_members_are_inputs(tmp_path, form):
     path = write_tar(tmp_path / "a.tar", MEMBERS, form)
     refs, ignored = scan(path)
     assert [ref.uri for ref in refs] == [f"{path}!0001.jpg", f"{path}!0002.png"]
@@ -72,7 +72,7 @@ def test_image_members_are_inputs(tmp_path: Path, form: int) -> None:
     assert ignored == {}
 
 
-def test_folders_hidden_files_and_files_without_suffix(tmp_path: Path) -> None:
+def test_folders_hidden_files_and_files_without_suffix(tmp_path):
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w") as archive:
         folder = tarfile.TarInfo("folder.jpg")
@@ -99,7 +99,7 @@ def test_folders_hidden_files_and_files_without_suffix(tmp_path: Path) -> None:
     assert scan(path)[1] == {"(hidden)": 2, "(no suffix)": 1}
 
 
-def test_links_and_sparse_members_fail_with_a_reason(tmp_path: Path) -> None:
+def test_links_and_sparse_members_fail_with_a_reason(tmp_path):
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w") as archive:
         for name, kind in [
@@ -124,7 +124,7 @@ def test_links_and_sparse_members_fail_with_a_reason(tmp_path: Path) -> None:
     assert read_all(path) == [*failed, ("after.jpg", b"end")]
 
 
-def test_scanning_reads_only_headers(tmp_path: Path) -> None:
+def test_scanning_reads_only_headers(tmp_path):
     """A terabyte of holes is scanned at once."""
     path = tmp_path / "a.tar"
     with open(path, "wb") as file:
@@ -143,7 +143,7 @@ def test_scanning_reads_only_headers(tmp_path: Path) -> None:
 # Damage
 
 
-def test_truncated_anywhere(tmp_path: Path) -> None:
+def test_truncated_anywhere(tmp_path):
     """Whole members stay inputs; the missing rest is exactly one failed input."""
     whole = write_tar(tmp_path / "whole.tar", MEMBERS, tarfile.GNU_FORMAT)
     data = whole.read_bytes()
@@ -165,7 +165,7 @@ def test_truncated_anywhere(tmp_path: Path) -> None:
         ]
 
 
-def test_damaged_header_in_the_middle(tmp_path: Path) -> None:
+def test_damaged_header_in_the_middle(tmp_path):
     """`tarfile` alone ends here without an error."""
     path = write_tar(
         tmp_path / "a.tar",
@@ -190,9 +190,7 @@ NAMES = st.text(
     st.lists(st.tuples(NAMES, st.binary(max_size=1500)), max_size=6),
     st.sampled_from([0, 1, 2]),
 )
-def test_every_member_lies_where_it_was_written(
-    tmp_path_factory: pytest.TempPathFactory, members: list[Member], form: int
-) -> None:
+def test_every_member_lies_where_it_was_written(tmp_path_factory, members, form):
     path = tmp_path_factory.getbasetemp() / "written.tar"
     try:
         write_tar(path, members, form)
@@ -209,9 +207,7 @@ def test_every_member_lies_where_it_was_written(
 
 @given(st.data())
 @settings(max_examples=120)
-def test_any_damage_ends_with_a_reason(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_any_damage_ends_with_a_reason(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "damaged.tar"
     form = data.draw(st.sampled_from([0, 1, 2]))
     content = bytearray(
@@ -241,7 +237,7 @@ def test_any_damage_ends_with_a_reason(
 # Many tars
 
 
-def test_shards_keep_their_order(tmp_path: Path) -> None:
+def test_shards_keep_their_order(tmp_path):
     """More archives than are read at once."""
     for number in range(30):
         write_tar(

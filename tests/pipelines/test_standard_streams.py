@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ SHELL = """exec "$0" -m pipelines.cli "$@" """
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def index(tmp_path_factory):
     root = tmp_path_factory.mktemp("streams") / "i.edje"
     writer = IndexWriter.create(root, block_shape=(2, 8), embed_dim=4)
     with writer:
@@ -40,9 +39,7 @@ def command(
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-", "--json >&-"])
-def test_a_closed_stream_does_not_fail_a_command(
-    index: Path, tmp_path: Path, closed: str
-) -> None:
+def test_a_closed_stream_does_not_fail_a_command(index, tmp_path, closed):
     out = tmp_path / "copy.edje"
     done = command(closed, "copy", index, out)
     assert (done.returncode, done.stderr.count(b"Traceback")) == (0, 0)
@@ -50,9 +47,7 @@ def test_a_closed_stream_does_not_fail_a_command(
 
 
 @pytest.mark.parametrize("arguments", [["info"], ["info", "--json"], ["verify"]])
-def test_a_full_disk_ends_the_command_with_one_line(
-    index: Path, arguments: list[str]
-) -> None:
+def test_a_full_disk_ends_the_command_with_one_line(index, arguments):
     done = command(">/dev/full", *arguments, index)
     assert done.returncode == 1
     lines = done.stderr.decode().splitlines()
@@ -61,18 +56,14 @@ def test_a_full_disk_ends_the_command_with_one_line(
 
 
 @pytest.mark.parametrize("sink", ["2>/dev/full", "2> >(exec true)"])
-def test_messages_that_nobody_reads_do_not_fail_a_job(
-    index: Path, tmp_path: Path, sink: str
-) -> None:
+def test_messages_that_nobody_reads_do_not_fail_a_job(index, tmp_path, sink):
     done = command(sink, "copy", index, tmp_path / "copy.edje", "--json")
     assert done.returncode == 0
     assert json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("encoding", ["koi8-r", "utf-8"])
-def test_a_letter_outside_the_encoding_is_escaped(
-    tmp_path: Path, encoding: str
-) -> None:
+def test_a_letter_outside_the_encoding_is_escaped(tmp_path, encoding):
     missing = tmp_path / "smile ☺ \udce9.edje"
     done = command("", "info", missing, encoding=encoding)
     assert done.returncode == 2
@@ -83,7 +74,7 @@ def test_a_letter_outside_the_encoding_is_escaped(
     assert ("☺" in text) == (encoding == "utf-8")
 
 
-def test_a_descriptor_that_does_not_block_gets_all_output(index: Path) -> None:
+def test_a_descriptor_that_does_not_block_gets_all_output(index):
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     # fill the pipe, so that the first write of the command cannot proceed

@@ -1,7 +1,5 @@
 """Model bundles on disk."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -25,9 +23,7 @@ from tests.edje_index.published_cases import WORDS
 from tests.edje_index.towers import random_clip, random_pixels, timm_config
 
 
-def test_round_trip_gives_the_same_outputs_and_fingerprints(
-    tiny_model: ModelBundle, tmp_path: Path
-) -> None:
+def test_round_trip_gives_the_same_outputs_and_fingerprints(tiny_model, tmp_path):
     info = tiny_model.save(tmp_path / "copy")
     assert (info.fingerprint, info.encoder_fingerprint) == (
         tiny_model.info.fingerprint,
@@ -52,11 +48,11 @@ def test_round_trip_gives_the_same_outputs_and_fingerprints(
 
 
 @pytest.fixture
-def copied(tiny_bundle: Path, tmp_path: Path) -> Path:
+def copied(tiny_bundle, tmp_path):
     return Path(shutil.copytree(tiny_bundle, tmp_path / "copied"))
 
 
-def test_a_changed_or_missing_file_is_noticed(copied: Path) -> None:
+def test_a_changed_or_missing_file_is_noticed(copied):
     weights = copied / VISION_WEIGHTS
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
@@ -83,9 +79,7 @@ def test_a_changed_or_missing_file_is_noticed(copied: Path) -> None:
         (lambda c: c["files"].pop("adapter.safetensors"), "damaged"),
     ],
 )
-def test_an_edited_description_is_refused(
-    copied: Path, edit: object, message: str
-) -> None:
+def test_an_edited_description_is_refused(copied, edit, message):
     content = json.loads((copied / INFO_FILE).read_text())
     edit(content)  # type: ignore[operator]
     (copied / INFO_FILE).write_text(json.dumps(content))
@@ -93,9 +87,7 @@ def test_an_edited_description_is_refused(
         read_bundle_info(copied)
 
 
-def test_saving_is_whole_or_not_at_all(
-    tiny_model: ModelBundle, tiny_bundle: Path, tmp_path: Path
-) -> None:
+def test_saving_is_whole_or_not_at_all(tiny_model, tiny_bundle, tmp_path):
     with pytest.raises(ModelError, match="exists already"):
         tiny_model.save(tiny_bundle)
     # breaks the last step but one
@@ -105,9 +97,7 @@ def test_saving_is_whole_or_not_at_all(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_weights_that_are_not_finite_are_refused(
-    tiny_model: ModelBundle, tmp_path: Path
-) -> None:
+def test_weights_that_are_not_finite_are_refused(tiny_model, tmp_path):
     tiny_model.adapter.state_dict()["query"].view(-1)[0] = float("inf")
     with pytest.raises(
         ModelError, match=r"the tensor query of adapter.safetensors contains 1 values"
@@ -125,9 +115,7 @@ def test_weights_that_are_not_finite_are_refused(
     assert ModelBundle.load(tmp_path / "out", verify=False)
 
 
-def test_parts_that_do_not_fit_are_refused(
-    tiny_model: ModelBundle, tmp_path: Path
-) -> None:
+def test_parts_that_do_not_fit_are_refused(tiny_model, tmp_path):
     config = tiny_model.adapter.config
     wrong = {
         "width 40.*width 32": replace(config, vision_dim=40),
@@ -143,9 +131,7 @@ def test_parts_that_do_not_fit_are_refused(
             tiny_model.save(tmp_path / "out")
 
 
-def test_stock_open_clip_opens_the_vision_folder(
-    tiny_bundle: Path, tiny_model: ModelBundle
-) -> None:
+def test_stock_open_clip_opens_the_vision_folder(tiny_bundle, tiny_model):
     model, preprocess = open_clip.create_model_from_pretrained(
         f"local-dir:{tiny_bundle / 'vision'}"
     )
@@ -157,9 +143,7 @@ def test_stock_open_clip_opens_the_vision_folder(
     assert preprocess.transforms[0].size == 32
 
 
-def test_hugging_face_text_tower_travels_in_the_bundle(
-    tiny_model: ModelBundle, tmp_path: Path
-) -> None:
+def test_hugging_face_text_tower_travels_in_the_bundle(tiny_model, tmp_path):
     """A DINO-like trunk beside a BERT text tower from a local folder, which is gone
     when the bundle is loaded.
     """
@@ -207,9 +191,7 @@ def test_hugging_face_text_tower_travels_in_the_bundle(
     assert loaded.save(tmp_path / "again").fingerprint == info.fingerprint
 
 
-def test_a_path_that_is_not_utf_8_is_refused_with_its_reason(
-    tiny_bundle: Path, tmp_path: Path
-) -> None:
+def test_a_path_that_is_not_utf_8_is_refused_with_its_reason(tiny_bundle, tmp_path):
     folder = tmp_path / os.fsdecode(b"mod\xe8le")
     shutil.copytree(tiny_bundle, folder)
     with pytest.raises(ModelError, match=r"is not UTF-8, .*: rename the directory"):

@@ -6,7 +6,6 @@ import logging
 import shutil
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import open_clip
@@ -20,7 +19,6 @@ from edje_index.bundles.import_models import (
 )
 from edje_index.errors import HubUnreachableError, ModelError
 from edje_index.indexing.image_encoder import ImageEncoder
-from edje_index.models.clip_config import ClipConfig
 from edje_index.models.clip_model import hub_access, load_clip
 from edje_index.models.weights import save_weights
 from tests.edje_index.published_cases import Case, write_case
@@ -28,7 +26,7 @@ from tests.edje_index.towers import clip_config, random_clip, random_pixels
 
 
 @pytest.fixture
-def tower(tmp_path: Path) -> tuple[str, ClipConfig]:
+def tower(tmp_path):
     """An open_clip folder: width 24, 3 heads, 16 patches."""
     config = clip_config(width=24, head_width=8)
     folder = tmp_path / "tower"
@@ -39,9 +37,7 @@ def tower(tmp_path: Path) -> tuple[str, ClipConfig]:
 
 
 @pytest.mark.parametrize("tokens", [6, None], ids=["compressed", "local"])
-def test_bundle_of_a_published_checkpoint(
-    tmp_path: Path, tower: tuple[str, ClipConfig], tokens: int | None
-) -> None:
+def test_bundle_of_a_published_checkpoint(tmp_path, tower, tokens):
     vision, config = tower
     write_case(tmp_path / "run", Case(tokens=tokens))
     checkpoint = tmp_path / "run" / "checkpoint.pth"
@@ -72,7 +68,7 @@ def test_bundle_of_a_published_checkpoint(
     )
 
 
-def test_refuses_early(tmp_path: Path, tower: tuple[str, ClipConfig]) -> None:
+def test_refuses_early(tmp_path, tower):
     write_case(tmp_path / "run", Case())
     checkpoint = tmp_path / "run" / "checkpoint.pth"
     with pytest.raises(ModelError, match="exists already"):
@@ -86,7 +82,7 @@ def test_refuses_early(tmp_path: Path, tower: tuple[str, ClipConfig]) -> None:
 
 
 @pytest.mark.slow
-def test_named_tower_with_weights_from_a_file(tmp_path: Path) -> None:
+def test_named_tower_with_weights_from_a_file(tmp_path):
     name = "ViT-S-32-alt"
     model = open_clip.create_model(name, pretrained=None)
     torch.save(model.state_dict(), tmp_path / "weights.pt")
@@ -108,18 +104,18 @@ def test_named_tower_with_weights_from_a_file(tmp_path: Path) -> None:
         ("local-dir:/nowhere", "cannot read /nowhere"),
     ],
 )
-def test_unknown_towers(vision: str, message: str) -> None:
+def test_unknown_towers(vision, message):
     with pytest.raises(ModelError, match=message):
         load_clip(vision)
 
 
 @pytest.mark.parametrize("vision", ["ViT-B-32:openai", "hf-hub:nobody/nothing"])
 def test_unreachable_hub_is_one_clear_line(
-    vision: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    vision,
+    tmp_path,
+    monkeypatch,
+    capfd,
+):
     from huggingface_hub import constants
 
     # nothing listens on the discard port
@@ -137,8 +133,8 @@ def test_unreachable_hub_is_one_clear_line(
 
 
 def test_threads_that_take_turns_at_the_hub_leave_its_settings_as_they_were(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     """A process stayed offline, and silent, once two threads had loaded models at the
     same time.
     """

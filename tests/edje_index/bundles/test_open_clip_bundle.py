@@ -1,9 +1,5 @@
 """Bundles of plain open_clip towers: an index is built and searched with one."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import open_clip
 import pytest
@@ -29,7 +25,7 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def tower(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tower(tmp_path_factory):
     """An open_clip folder with random weights."""
     folder = tmp_path_factory.mktemp("open-clip")
     config = clip_config()
@@ -39,7 +35,7 @@ def tower(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory, tower: Path) -> Path:
+def index(tmp_path_factory, tower):
     """Photos, indexed with the bundle of the folder."""
     folder = tmp_path_factory.mktemp("plain")
     info = bundle_of_towers(f"local-dir:{tower}", folder / "model")
@@ -56,7 +52,7 @@ def index(tmp_path_factory: pytest.TempPathFactory, tower: Path) -> Path:
     return folder / "photos.edje"
 
 
-def test_search_follows_the_embeddings_without_tokens(index: Path) -> None:
+def test_search_follows_the_embeddings_without_tokens(index):
     """By open_clip's own functions for the texts."""
     clip = random_clip(clip_config())
     with torch.inference_mode():

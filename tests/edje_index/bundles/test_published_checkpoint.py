@@ -1,9 +1,6 @@
 """Checkpoints in the format of the published training code."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +18,7 @@ TOLERANCE = 1e-5
 
 
 @pytest.mark.parametrize("name", ["compressed_small", "local_small"])
-def test_golden_case(name: str) -> None:
+def test_golden_case(name):
     """Outputs of the authors' own code."""
     folder = REPO / "tests" / "golden" / name
     case = json.loads((folder / "case.json").read_text())
@@ -43,7 +40,7 @@ def test_golden_case(name: str) -> None:
         assert torch.equal(getattr(inputs, field), expected[field])
 
 
-def test_says_what_is_missing_or_does_not_fit(tmp_path: Path) -> None:
+def test_says_what_is_missing_or_does_not_fit(tmp_path):
     case = Case()
     state = write_case(tmp_path, case)
     tokenizer = tmp_path / "tokenizer"

@@ -9,7 +9,7 @@ import io
 import json
 import pickle
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from tests.edje_index.siglip_cases import (
     siglip_model,
     write_siglip,
 )
-from tests.hub_server import Hub, hub_server
+from tests.hub_server import hub_server
 
 GOLDEN = REPO / "tests" / "golden"
 LANGUAGE = "microsoft/MiniLM-L12-H384-uncased"
@@ -38,7 +38,7 @@ State = dict[str, torch.Tensor]
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(tmp_path, monkeypatch):
     """The Hub with the towers; an empty cache."""
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -187,9 +187,7 @@ def check_golden(model: Any, name: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["compressed_small", "local_small"])
-def test_every_layout_gives_the_golden_outputs(
-    hub: Hub, tmp_path: Path, layout: str, name: str
-) -> None:
+def test_every_layout_gives_the_golden_outputs(hub, tmp_path, layout, name):
     hub.add("authors/edje", LAYOUTS[layout](name))
     hub.add(LANGUAGE, golden(name)[1])
     lines: list[str] = []
@@ -291,8 +289,8 @@ HOSTILE = {
 
 @pytest.mark.parametrize("change", HOSTILE, ids=lambda change: change.__name__)
 def test_damaged_and_hostile_models_give_one_error_and_leave_nothing(
-    hub: Hub, tmp_path: Path, change: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    hub, tmp_path, change, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     state, tokenizer = golden("compressed_small")
     files = {
@@ -306,7 +304,7 @@ def test_damaged_and_hostile_models_give_one_error_and_leave_nothing(
     assert set(tmp_path.iterdir()) - {tmp_path / "cache"} == set(before)
 
 
-def test_answers_that_are_not_what_the_hub_describes(hub: Hub, tmp_path: Path) -> None:
+def test_answers_that_are_not_what_the_hub_describes(hub, tmp_path):
     hub.add("authors/edje", tower_inside("compressed_small"))
     weights = "authors/edje/model.safetensors"
     hub.sizes[weights] = 1 << 60
@@ -333,9 +331,7 @@ def test_answers_that_are_not_what_the_hub_describes(hub: Hub, tmp_path: Path) -
     check_golden(ModelBundle.load(tmp_path / "bundle"), "compressed_small")
 
 
-def test_without_the_hub_its_cache_is_used(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_hub_its_cache_is_used(hub, tmp_path, monkeypatch):
     hub.add("authors/edje", trainer_pth("compressed_small"))
     import_checkpoint(URL, None, tmp_path / "first")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -350,7 +346,7 @@ def test_without_the_hub_its_cache_is_used(
         import_checkpoint("hf://authors/other", None, tmp_path / "third")
 
 
-def test_an_unknown_layout_is_a_report(hub: Hub, tmp_path: Path) -> None:
+def test_an_unknown_layout_is_a_report(hub, tmp_path):
     state, tokenizer = golden("compressed_small")
     renamed = {
         key.replace("classification_head", "scoring_head"): tensor

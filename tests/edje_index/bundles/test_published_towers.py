@@ -31,12 +31,12 @@ TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def siglip() -> SiglipModel:
+def siglip():
     return siglip_model()
 
 
 @pytest.fixture(scope="module")
-def tower(tmp_path_factory: pytest.TempPathFactory, siglip: SiglipModel) -> str:
+def tower(tmp_path_factory, siglip):
     """A downloaded repository of transformers."""
     folder = tmp_path_factory.mktemp("towers") / "siglip"
     write_siglip(folder, siglip)
@@ -44,9 +44,7 @@ def tower(tmp_path_factory: pytest.TempPathFactory, siglip: SiglipModel) -> str:
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh"])
-def test_towers_of_transformers_give_its_outputs(
-    tmp_path: Path, activation: str
-) -> None:
+def test_towers_of_transformers_give_its_outputs(tmp_path, activation):
     """From the photo to the embeddings, with the image processor's resize."""
     from transformers.models.siglip.image_processing_pil_siglip import (
         SiglipImageProcessorPil,
@@ -93,7 +91,7 @@ def test_towers_of_transformers_give_its_outputs(
         ({"vision_config": {"image_size": "large"}}, "describes no SigLIP towers"),
     ],
 )
-def test_other_towers_are_refused(change: dict[str, Any], message: str) -> None:
+def test_other_towers_are_refused(change, message):
     config = {"model_type": "siglip", "vision_config": {}, "text_config": {}, **change}
     with pytest.raises(ModelError, match=message):
         siglip_config(config, {}, "towers")
@@ -159,9 +157,7 @@ def checkpoint(
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"]
 )
-def test_what_the_trainer_saves_is_read(
-    tmp_path: Path, tower: str, siglip: SiglipModel, dtype: torch.dtype
-) -> None:
+def test_what_the_trainer_saves_is_read(tmp_path, tower, siglip, dtype):
     path = checkpoint(
         tmp_path / "run",
         siglip,
@@ -179,7 +175,7 @@ def test_what_the_trainer_saves_is_read(
     torch.testing.assert_close(features, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_a_tuned_tower_is_used(tmp_path: Path, tower: str) -> None:
+def test_a_tuned_tower_is_used(tmp_path, tower):
     other = siglip_model(3)
     path = checkpoint(tmp_path / "run", other, dtype=torch.float32)
     import_checkpoint(path, tower, tmp_path / "bundle")
@@ -188,9 +184,7 @@ def test_a_tuned_tower_is_used(tmp_path: Path, tower: str) -> None:
     assert torch.equal(bundle.clip.visual.trunk.attn_pool.latent, probe)
 
 
-def test_two_different_vision_towers_are_refused(
-    tmp_path: Path, tower: str, siglip: SiglipModel
-) -> None:
+def test_two_different_vision_towers_are_refused(tmp_path, tower, siglip):
     path = checkpoint(tmp_path / "run", siglip)
     content = torch.load(path)
     content["model"]["vision_encoder.post_layernorm.bias"] += 1
@@ -200,9 +194,7 @@ def test_two_different_vision_towers_are_refused(
     assert not (tmp_path / "bundle").exists()
 
 
-def test_sizes_in_the_configuration_are_compared(
-    tmp_path: Path, tower: str, siglip: SiglipModel
-) -> None:
+def test_sizes_in_the_configuration_are_compared(tmp_path, tower, siglip):
     path = checkpoint(
         tmp_path / "run", siglip, siglip_path="google/siglip2-large-patch16-384"
     )

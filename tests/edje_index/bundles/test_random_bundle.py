@@ -25,12 +25,12 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_equal_seeds_give_equal_bytes(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_equal_seeds_give_equal_bytes(tiny_bundle, tmp_path):
     create_untrained_bundle(tmp_path / "again", seed=0, sizes=TINY)
     assert contents(tmp_path / "again") == contents(tiny_bundle)
 
 
-def test_default_is_a_small_vit_with_64_by_384_blocks(tmp_path: Path) -> None:
+def test_default_is_a_small_vit_with_64_by_384_blocks(tmp_path):
     info: BundleInfo = create_untrained_bundle(tmp_path / "out")
     assert info.block_shape == (64, 384)
     assert (info.embed_dim, info.vision["num_patches"], info.vision["num_heads"]) == (
@@ -43,7 +43,7 @@ def test_default_is_a_small_vit_with_64_by_384_blocks(tmp_path: Path) -> None:
 
 
 @given(st.text(alphabet="abcxyz0189 ,.!'-", max_size=40))
-def test_no_plain_word_is_unknown(text: str) -> None:
+def test_no_plain_word_is_unknown(text):
     ids = TOKENIZER.inputs([text], 2).input_ids[0].tolist()
     assert TOKENIZER.special_id("unk_token") not in ids
     back = TOKENIZER.tokenizer.decode(ids, skip_special_tokens=True)

@@ -32,7 +32,7 @@ def items(*paths: str) -> list[CaptionedImage]:
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> Path:
+def index(tmp_path):
     """Rows /photos/0.jpg to /photos/10.jpg: 6 failed, 9 is a duplicate of 0."""
     write_random_index(
         tmp_path / "index", SPEC, failed=frozenset({6}), duplicates=frozenset({9})

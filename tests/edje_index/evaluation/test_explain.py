@@ -1,9 +1,6 @@
 """Nearest words and alignment of tokens, against NumPy and SciPy."""
 
-from __future__ import annotations
-
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +8,7 @@ import torch
 from scipy import stats
 from scipy.spatial.distance import cdist
 
-from edje_index.bundles.bundle import ModelBundle, load_scorer
+from edje_index.bundles.bundle import load_scorer
 from edje_index.evaluation.alignment import (
     Alignment,
     alignment_scores,
@@ -19,7 +16,6 @@ from edje_index.evaluation.alignment import (
 )
 from edje_index.evaluation.explain import Vocabulary
 from edje_index.models.devices import to_bf16_array
-from edje_index.models.joint_scorer import JointScorer
 from storage_formats.errors import UsageError
 
 CAPTIONS = [
@@ -33,7 +29,7 @@ CAPTIONS = [
 
 
 @pytest.fixture
-def joint(tiny_model: ModelBundle, tmp_path: Path) -> JointScorer:
+def joint(tiny_model, tmp_path):
     """The tiny joint encoder with words of different lengths."""
     words = tiny_model.joint.text_embeddings.weight
     with torch.no_grad():

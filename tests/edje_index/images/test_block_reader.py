@@ -25,7 +25,7 @@ SECONDS = 30
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks(monkeypatch):
     monkeypatch.setattr(ranges, "BLOCK_BYTES", BLOCK)
 
 
@@ -56,14 +56,14 @@ def end_of_requests(reader: BlockReader) -> None:
         st.tuples(st.integers(0, len(DATA) + 10), st.integers(0, 9 * BLOCK)), max_size=9
     )
 )
-def test_any_ranges(ranges: list[tuple[int, int]]) -> None:
+def test_any_ranges(ranges):
     reader = Server().opened()
     for offset, size in ranges:
         assert reader.pread(size, offset) == DATA[offset : offset + size]
 
 
 @pytest.mark.parametrize("step", [100, 999, 1000, 7777])
-def test_sequential_reads_request_each_block_once_and_ahead(step: int) -> None:
+def test_sequential_reads_request_each_block_once_and_ahead(step):
     server = Server()
     read_up_to = 0
     ahead = 0
@@ -78,7 +78,7 @@ def test_sequential_reads_request_each_block_once_and_ahead(step: int) -> None:
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-def test_a_failed_read_ahead_shows_when_its_block_is_read(failures: int) -> None:
+def test_a_failed_read_ahead_shows_when_its_block_is_read(failures):
     def fail(number: int) -> None:
         if number == 2 and server.requests.count(2) <= failures:
             raise ConnectionError(f"no block {number}")
@@ -96,7 +96,7 @@ def test_a_failed_read_ahead_shows_when_its_block_is_read(failures: int) -> None
     assert reader.pread(100, 2 * BLOCK) == DATA[2 * BLOCK : 2 * BLOCK + 100]
 
 
-def test_a_reader_that_waits_for_a_failed_request_sends_its_own() -> None:
+def test_a_reader_that_waits_for_a_failed_request_sends_its_own():
     released = threading.Event()
     entered = threading.Event()
 
@@ -117,7 +117,7 @@ def test_a_reader_that_waits_for_a_failed_request_sends_its_own() -> None:
         assert second.result(SECONDS) == DATA[20:30]
 
 
-def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_is_bounded(monkeypatch):
     block = 1 << 16
     monkeypatch.setattr(ranges, "BLOCK_BYTES", block)
     reader = BlockReader(lambda size, offset: bytes(size), 100 * block)

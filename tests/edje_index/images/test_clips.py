@@ -47,7 +47,7 @@ def outcome(data: bytes) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [1, 7, 20])
-def test_frames_are_the_middles_of_equal_parts(kind: str, length: int) -> None:
+def test_frames_are_the_middles_of_equal_parts(kind, length):
     data = clip(panned(length), KINDS[kind])
     expected = all_frames(data)
     assert len(expected) == length
@@ -57,7 +57,7 @@ def test_frames_are_the_middles_of_equal_parts(kind: str, length: int) -> None:
             np.testing.assert_array_equal(frame, expected[position])
 
 
-def test_unequal_distances_count_as_time() -> None:
+def test_unequal_distances_count_as_time():
     """A frame that is shown for nine tenths of a clip makes up nine tenths of the
     samples.
     """
@@ -78,8 +78,8 @@ def test_unequal_distances_count_as_time() -> None:
 
 
 def test_few_frames_are_decoded_between_key_frames(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     data = clip(panned(60), KINDS["lossless"])
     monkeypatch.setattr(clips, "MAX_CLIP_PIXELS", 24 * 96 * 64)
     assert len(decoded(data, 2)) == 2
@@ -103,7 +103,7 @@ def test_few_frames_are_decoded_between_key_frames(
         (0, 1, -1, 0),
     ],
 )
-def test_clips_of_phones_are_turned_upright(matrix: tuple[int, ...]) -> None:
+def test_clips_of_phones_are_turned_upright(matrix):
     a, b, c, d = matrix
     data = clip(panned(4), KINDS["mp4"])
     expected = all_frames(data)[2]
@@ -126,7 +126,7 @@ def test_clips_of_phones_are_turned_upright(matrix: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(decoded(data, 1)[0], turned)
 
 
-def test_words_of_a_title_are_no_tables() -> None:
+def test_words_of_a_title_are_no_tables():
     data = clip(panned(4), KINDS["mp4"])
     with av.open(io.BytesIO(data)) as container:
         packets = list(container.demux(video=0))
@@ -143,7 +143,7 @@ def test_words_of_a_title_are_no_tables() -> None:
     assert len(decoded(buffer.getvalue(), 2)) == 2
 
 
-def test_a_clip_that_does_not_begin_with_a_key_frame() -> None:
+def test_a_clip_that_does_not_begin_with_a_key_frame():
     data = clip(panned(20), KINDS["mp4"])
     with av.open(io.BytesIO(data)) as container:
         packets = [each for each in container.demux(video=0) if each.size]
@@ -158,9 +158,7 @@ def test_a_clip_that_does_not_begin_with_a_key_frame() -> None:
 
 @settings(max_examples=40)
 @given(st.data(), st.sampled_from(["mp4", "webm", "mkv", "avi"]))
-def test_damaged_bytes_fail_with_a_reason_or_decode(
-    data: st.DataObject, kind: str
-) -> None:
+def test_damaged_bytes_fail_with_a_reason_or_decode(data, kind):
     damaged = bytearray(_CLIPS[kind])
     for position in data.draw(
         st.lists(st.integers(0, len(damaged) - 1), min_size=1, max_size=20)
@@ -172,7 +170,7 @@ def test_damaged_bytes_fail_with_a_reason_or_decode(
 _CLIPS = {kind: clip(panned(12), KINDS[kind]) for kind in ("mp4", "webm", "mkv", "avi")}
 
 
-def test_bytes_that_are_no_clip() -> None:
+def test_bytes_that_are_no_clip():
     assert (
         reason(b"#EXTM3U\n#EXT-X-TARGETDURATION:1\nfile:///etc/passwd\n")
         == "unsupported-video"
@@ -187,7 +185,7 @@ def test_bytes_that_are_no_clip() -> None:
     assert reason(b"\0\0\0\x08free\0\0\0\x08moov") in ("corrupt", "unsupported-video")
 
 
-def test_frames_over_the_limit_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_over_the_limit_are_not_decoded(monkeypatch):
     data = clip(panned(4))
     assert len(decoded(data, 2, limit=96 * 64)) == 2
     # decoding would raise another error
@@ -220,9 +218,7 @@ def table(name: bytes, *numbers: int) -> bytes:
         box(b"cmov", box(b"dcom", b"zlib"), box(b"cmvd", bytes(4))),
     ],
 )
-def test_declared_samples_are_counted_before_a_clip_is_opened(
-    samples: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_declared_samples_are_counted_before_a_clip_is_opened(samples, monkeypatch):
     opened = []
     monkeypatch.setattr(av, "open", lambda *args, **options: opened.append(args))
     index = box(
@@ -252,12 +248,12 @@ def test_declared_samples_are_counted_before_a_clip_is_opened(
         ),
     ],
 )
-def test_tables_beside_texts_are_counted(texts: bytes) -> None:
+def test_tables_beside_texts_are_counted(texts):
     data = box(b"ftyp", b"isom", bytes(4)) + box(b"moov", box(b"udta", texts))
     assert reason(data + box(b"mdat", bytes(8))) == "too-expensive"
 
 
-def test_an_image_is_a_clip_of_one_frame() -> None:
+def test_an_image_is_a_clip_of_one_frame():
     data = encoded(Image.fromarray(photo()), "PNG")
     size, frames, _ = decode_input(
         data, "still", DecodeSettings(LIMIT, frames=3), np.asarray

@@ -1,7 +1,5 @@
 """Decoding of the image formats and modes that collections hold."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib
@@ -33,7 +31,7 @@ EXACT = {
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF", "AVIF"])
-def test_exif_orientation_is_applied(orientation: int, kind: str) -> None:
+def test_exif_orientation_is_applied(orientation, kind):
     upright = np.zeros((16, 32, 3), np.uint8)
     # with the shape, a white top-left quarter ...
     upright[:8, :16] = 255
@@ -65,7 +63,7 @@ def test_exif_orientation_is_applied(orientation: int, kind: str) -> None:
 
 @given(st.binary(max_size=200), st.binary(max_size=20))
 @settings(deadline=None, max_examples=40)
-def test_no_exif_at_all_costs_the_image(tail: bytes, start: bytes) -> None:
+def test_no_exif_at_all_costs_the_image(tail, start):
     for exif in (
         b"Exif\0\0II*\0\x08\0\0\0" + tail,
         b"Exif\0\0MM\0*\0\0\0\x08\0\x03" + tail,
@@ -77,7 +75,7 @@ def test_no_exif_at_all_costs_the_image(tail: bytes, start: bytes) -> None:
 
 
 @pytest.mark.parametrize("progressive", [False, True])
-def test_cmyk_jpeg_is_read_as_inverted(progressive: bool) -> None:
+def test_cmyk_jpeg_is_read_as_inverted(progressive):
     ink = np.zeros((16, 16, 4), np.uint8)
     # cyan
     ink[:, :8, 0] = 255
@@ -90,7 +88,7 @@ def test_cmyk_jpeg_is_read_as_inverted(progressive: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "YCbCr", "LAB", "CMYK"])
-def test_opaque_modes(mode: str) -> None:
+def test_opaque_modes(mode):
     white = {
         "LAB": (255, 128, 128),
         "YCbCr": (255, 128, 128),
@@ -106,9 +104,7 @@ def test_opaque_modes(mode: str) -> None:
 @pytest.mark.parametrize(
     ("transparency", "second"), [(0, [0, 255, 0]), (b"\0\x80\xff", [127, 255, 127])]
 )
-def test_palette_with_transparency_lies_on_white(
-    transparency: object, second: list[int]
-) -> None:
+def test_palette_with_transparency_lies_on_white(transparency, second):
     image = Image.fromarray(np.array([[0, 1, 2]], np.uint8), "P")
     image.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
     found = pixels(encoded(image, "PNG", transparency=transparency))
@@ -116,7 +112,7 @@ def test_palette_with_transparency_lies_on_white(
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP", "AVIF"])
-def test_alpha_lies_on_white(kind: str) -> None:
+def test_alpha_lies_on_white(kind):
     rgba = np.zeros((8, 16, 4), np.uint8)
     rgba[:, 8:] = (10, 20, 30, 255)
     found = pixels(encoded(Image.fromarray(rgba), kind, **EXACT.get(kind, {}))).astype(
@@ -164,7 +160,7 @@ COLOURS = b"\x12\x34" * 3 + b"\x56\x78" * 3
         ),
     ],
 )
-def test_16_bit_samples_keep_the_high_byte(data: bytes, expected: list[int]) -> None:
+def test_16_bit_samples_keep_the_high_byte(data, expected):
     assert pixels(data)[0, :, 0].tolist() == expected
 
 
@@ -185,13 +181,13 @@ def test_16_bit_samples_keep_the_high_byte(data: bytes, expected: list[int]) -> 
         (np.array([[-100, 0, 100]], np.int32), [0, 128, 255]),
     ],
 )
-def test_wide_samples(samples: np.ndarray, expected: list[int]) -> None:
+def test_wide_samples(samples, expected):
     found = pixels(encoded(Image.fromarray(samples), "TIFF"))[0, :, 2].tolist()
     assert np.abs(np.array(found) - expected).max() <= 1
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF", "MPO", "AVIF"])
-def test_first_frame(kind: str) -> None:
+def test_first_frame(kind):
     frames = [Image.new("RGB", (16, 16), colour) for colour in ("red", "blue", "lime")]
     options = {} if kind in ("GIF", "MPO") else EXACT.get(kind, {})
     found = pixels(
@@ -200,7 +196,7 @@ def test_first_frame(kind: str) -> None:
     assert np.abs(found - [255, 0, 0]).max() <= 8
 
 
-def test_huge_texts_and_profiles_do_not_cost_the_image() -> None:
+def test_huge_texts_and_profiles_do_not_cost_the_image():
     plain = encoded(Image.fromarray(gradient()), "PNG")
     assert (
         pixels(with_chunk(plain, b"iCCP", b"x\0\0" + zlib.compress(bytes(5 << 20))))
@@ -261,7 +257,7 @@ def test_a_damaged_jpeg_has_the_result_of_pillow(at, value, length):
     np.testing.assert_array_equal(pixels(damaged), expected)
 
 
-def test_a_screenshot_of_windows_whose_alpha_is_zero_is_opaque() -> None:
+def test_a_screenshot_of_windows_whose_alpha_is_zero_is_opaque():
     """A bitmap with a mask for alpha, version 5."""
     masks = struct.pack("<IIII", 0xFF0000, 0xFF00, 0xFF, 0xFF000000)
     header = struct.pack("<IiiHHIIiiII", 124, 1, -1, 1, 32, 3, 0, 0, 0, 0, 0) + masks
@@ -272,7 +268,7 @@ def test_a_screenshot_of_windows_whose_alpha_is_zero_is_opaque() -> None:
     assert decode_rgb(data).getpixel((0, 0)) == (10, 20, 30)
 
 
-def test_planes_of_16_bits_are_refused() -> None:
+def test_planes_of_16_bits_are_refused():
     planes = struct.pack("<HHH", 256, 512, 1024)
     entries = [
         (256, 4, [1]),

@@ -55,7 +55,7 @@ def decoded_in_python(side: int) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def no_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_pixels(monkeypatch):
     """Decoding the pixels of any image fails the test."""
 
     def load(self: ImageFile.ImageFile) -> None:
@@ -65,11 +65,11 @@ def no_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_pixels")
-def test_thousands_of_scans() -> None:
+def test_thousands_of_scans():
     assert reason(jpeg_of_scans(5000)) == "too-expensive"
 
 
-def test_large_images_may_have_fewer_scans() -> None:
+def test_large_images_may_have_fewer_scans():
     at_limit, over_limit = (
         jpeg_of_scans(decode_limits.MAX_FULL_SCANS + more, side=100) for more in (0, 1)
     )
@@ -77,7 +77,7 @@ def test_large_images_may_have_fewer_scans() -> None:
     assert reason(over_limit, limit=10_000) == "too-expensive"
 
 
-def test_scans_of_a_thumbnail_do_not_count() -> None:
+def test_scans_of_a_thumbnail_do_not_count():
     thumbnail = jpeg_of_scans(200)
     jpeg = encoded(Image.fromarray(gradient()), "JPEG")
     segment = b"\xff\xef" + struct.pack(">H", len(thumbnail) + 2) + thumbnail
@@ -86,15 +86,13 @@ def test_scans_of_a_thumbnail_do_not_count() -> None:
 
 @pytest.mark.usefixtures("no_pixels")
 @pytest.mark.parametrize("name", decoded_in_python(1))
-def test_large_images_of_slow_decoders(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_images_of_slow_decoders(name, monkeypatch):
     monkeypatch.setattr(decode_limits, "MAX_PYTHON_PIXELS", 300 * 300 - 1)
     assert reason(decoded_in_python(300)[name]) == "too-expensive"
 
 
 @pytest.mark.usefixtures("no_pixels")
-def test_a_webp_takes_more_memory_than_other_images() -> None:
+def test_a_webp_takes_more_memory_than_other_images():
     assert (
         reason(encoded(Image.new("RGB", (100, 100)), "WEBP"), limit=10_000)
         == "too-expensive"
@@ -102,13 +100,13 @@ def test_a_webp_takes_more_memory_than_other_images() -> None:
 
 
 @pytest.mark.usefixtures("no_pixels")
-def test_many_comments() -> None:
+def test_many_comments():
     assert reason(b"P3 1 1 255\n" + b"#\n" * 100_000 + b"1 2 3") == "too-expensive"
 
 
 @pytest.mark.usefixtures("no_pixels")
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF"])
-def test_endless_headers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_headers(kind, monkeypatch):
     monkeypatch.setattr(decode_limits, "MAX_READS", 10_000)
     data = encoded(Image.fromarray(gradient()), kind)
     empty_segments = {

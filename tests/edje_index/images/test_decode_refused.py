@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ from tests.edje_index.image_cases import (
 )
 
 
-def test_nothing_and_other_things() -> None:
+def test_nothing_and_other_things():
     assert reason(b"") == "empty"
     assert reason(b"\0") == "not-an-image"
     assert reason(b"<html>no photo here</html>") == "not-an-image"
@@ -39,7 +38,7 @@ def test_nothing_and_other_things() -> None:
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP"])
-def test_cut_pixels_are_called_truncated(kind: str) -> None:
+def test_cut_pixels_are_called_truncated(kind):
     noise = Image.fromarray(
         np.random.default_rng(3).integers(0, 256, (40, 40, 3), np.uint8)
     )
@@ -96,7 +95,7 @@ def bombs() -> dict[str, bytes]:
     }
 
 
-def test_large_files_in_little_memory(tmp_path: Path) -> None:
+def test_large_files_in_little_memory(tmp_path):
     """Bombs allocate nothing, wide samples take 16 bytes each, and too little
     memory is no damage of a photo.
     """
@@ -114,7 +113,7 @@ def test_large_files_in_little_memory(tmp_path: Path) -> None:
     assert set(outcomes) == {"MemoryError", "(6000, 4000)"}
 
 
-def test_limit_is_exact() -> None:
+def test_limit_is_exact():
     data = encoded(Image.new("RGB", (10, 10)), "PNG")
     assert pixels(data, 100).shape == (10, 10, 3)
     assert reason(data, 99) == "too-many-pixels"
@@ -160,7 +159,7 @@ def image_or_reason(data: bytes) -> None:
 
 @given(st.data(), st.sampled_from(SEEDS))
 @settings(deadline=None, max_examples=200)
-def test_any_damage(data: st.DataObject, seed: bytes) -> None:
+def test_any_damage(data, seed):
     end = data.draw(st.integers(0, len(seed)))
     damaged = bytearray(seed[:end] if data.draw(st.booleans()) else seed)
     for _ in range(data.draw(st.integers(0, 6)) if damaged else 0):
@@ -196,7 +195,7 @@ outside()
 """
 
 
-def test_damage_is_reported_by_its_exception_only() -> None:
+def test_damage_is_reported_by_its_exception_only():
     """And what Pillow and libtiff report elsewhere in the process stays."""
     lzw = bytearray(
         encoded(Image.fromarray(gradient(64, 64)), "TIFF", compression="tiff_lzw")

@@ -86,7 +86,7 @@ def test_every_shard_is_read_back(
     )
 
 
-def test_a_missing_cut_or_short_list_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_missing_cut_or_short_list_is_one_clear_error(tmp_path):
     layout = layout_in(tmp_path)
     spec = spec_of(10, 4)
     with pytest.raises(

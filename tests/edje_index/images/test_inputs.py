@@ -29,13 +29,13 @@ def ref_of(path: Path, **values: object) -> InputRef:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     path = tmp_path / "a.jpg"
     path.write_bytes(b"0123456789")
     return path
 
 
-def test_unreadable(tmp_path: Path) -> None:
+def test_unreadable(tmp_path):
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     assert reason(ref_of(loop)) == "unreadable"
@@ -44,9 +44,7 @@ def test_unreadable(tmp_path: Path) -> None:
     assert reason(InputRef("nul", b"a\0b")) == "unreadable"
 
 
-def test_pipes_devices_and_sockets_do_not_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pipes_devices_and_sockets_do_not_block(tmp_path, monkeypatch):
     # the path of a socket must be short
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe.jpg")
@@ -61,7 +59,7 @@ def test_pipes_devices_and_sockets_do_not_block(
             signal.alarm(0)
 
 
-def test_empty_changed_or_too_large(file: Path) -> None:
+def test_empty_changed_or_too_large(file):
     assert (
         reason(ref_of(file, container=Container("tar", 10), offset=3, size=0))
         == "empty"

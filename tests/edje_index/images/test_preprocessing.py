@@ -44,9 +44,7 @@ def noise(width: int, height: int, seed: int = 0) -> Image.Image:
 )
 @settings(deadline=None, max_examples=25)
 @given(size=st.tuples(st.integers(3, 90), st.integers(3, 90)), seed=st.integers(0, 99))
-def test_equals_open_clip(
-    mode: dict[str, Any], size: tuple[int, int], seed: int
-) -> None:
+def test_equals_open_clip(mode, size, seed):
     config = ClipConfig("any", {}, mode)
     image = noise(*size, seed)
     preprocess = Preprocessor(config)
@@ -56,7 +54,7 @@ def test_equals_open_clip(
     assert torch.equal(normalize(pixels, preprocess.scale), expected)
 
 
-def test_an_image_too_narrow_to_resize_is_an_image_error() -> None:
+def test_an_image_too_narrow_to_resize_is_an_image_error():
     preprocess = Preprocessor(
         ClipConfig("any", {}, {"size": [32, 32], "resize_mode": "longest"})
     )

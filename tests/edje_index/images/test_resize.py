@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import PIL
 import pytest
@@ -46,9 +44,7 @@ def by_two_passes(
 @example(old=(30, 4000), new=(30, 17), resampling=Image.Resampling.BICUBIC, seed=2)
 @example(old=(500, 375), new=(299, 224), resampling=Image.Resampling.BICUBIC, seed=3)
 @example(old=(224, 224), new=(224, 224), resampling=Image.Resampling.BICUBIC, seed=4)
-def test_no_value_differs(
-    old: tuple[int, int], new: tuple[int, int], resampling: Any, seed: int
-) -> None:
+def test_no_value_differs(old, new, resampling, seed):
     image = noise(old, seed, [0, 128, 255])
     pixels = resize(image, new, (0, 0, *new), resampling)[:, :, :3]
     assert np.array_equal(pixels, np.asarray(by_two_passes(image, new, resampling)))
@@ -58,7 +54,7 @@ def test_no_value_differs(
 
 @settings(deadline=None, max_examples=40)
 @given(data=st.data(), resampling=FILTERS)
-def test_only_the_crop_is_computed(data: st.DataObject, resampling: Any) -> None:
+def test_only_the_crop_is_computed(data, resampling):
     sides = st.integers(1, 90)
     old = data.draw(st.tuples(sides, sides))
     new = data.draw(st.tuples(sides, sides))
@@ -73,7 +69,7 @@ def test_only_the_crop_is_computed(data: st.DataObject, resampling: Any) -> None
 
 
 @pytest.mark.parametrize("size", [(3000, 2100), (700, 8200)])
-def test_an_image_in_several_blocks_of_memory(size: tuple[int, int]) -> None:
+def test_an_image_in_several_blocks_of_memory(size):
     """Pillow keeps more than 16 MiB in several blocks. The second image is resized in
     height first.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ CONTENT = b"0123456789"
 
 
 @pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def pauses(monkeypatch):
     """The pauses that were made; none takes time."""
     made: list[float] = []
     monkeypatch.setattr("time.sleep", made.append)
@@ -27,7 +26,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.fixture
-def ref(tmp_path: Path) -> InputRef:
+def ref(tmp_path):
     path = tmp_path / "photos" / "a.jpg"
     path.parent.mkdir()
     path.write_bytes(CONTENT)
@@ -50,21 +49,19 @@ def failing(call: Callable, error: Exception, times: int) -> Callable:
 @pytest.mark.parametrize("call", ["open", "fstat", "pread"])
 @pytest.mark.parametrize("name", ERRORS)
 def test_passing_trouble_is_waited_for(
-    name: str,
-    call: str,
-    ref: InputRef,
-    pauses: list[float],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    name,
+    call,
+    ref,
+    pauses,
+    monkeypatch,
+):
     error = OSError(getattr(errno, name), os.strerror(getattr(errno, name)))
     monkeypatch.setattr(os, call, failing(getattr(os, call), error, times=2))
     assert read_bytes(ref) == CONTENT
     assert pauses == list(transient.PAUSES[:2])
 
 
-def test_a_read_that_ends_early_is_repeated(
-    ref: InputRef, pauses: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_ends_early_is_repeated(ref, pauses, monkeypatch):
     pread = os.pread
     left = iter([b"0123", b""])
     monkeypatch.setattr(
@@ -77,7 +74,7 @@ def test_a_read_that_ends_early_is_repeated(
     assert pauses == list(transient.PAUSES)
 
 
-def test_memory_is_waited_for(pauses: list[float]) -> None:
+def test_memory_is_waited_for(pauses):
     assert retry(failing(lambda: 7, MemoryError(), times=3), "a.jpg", 1) == 7
     assert pauses == list(transient.PAUSES)
     with pytest.raises(

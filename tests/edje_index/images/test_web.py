@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,13 +28,13 @@ DATA = bytes(range(256)) * 40
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[WebServer]:
+def running():
     with web_server() as server:
         yield server
 
 
 @pytest.fixture
-def server(running: WebServer, monkeypatch: pytest.MonkeyPatch) -> WebServer:
+def server(running, monkeypatch):
     """An empty server; pauses between attempts are short."""
     for part in (
         running.files,
@@ -56,7 +55,7 @@ def ref(server: WebServer, path: str, **fields: object) -> InputRef:
     return InputRef(server.url + path, (server.url + path).encode(), **fields)
 
 
-def test_ranges(server: WebServer) -> None:
+def test_ranges(server):
     server.files["/a.bin"] = DATA
     version = remote_version(f"{server.url}/a.bin")
     assert version.length == len(DATA)
@@ -71,8 +70,8 @@ def test_ranges(server: WebServer) -> None:
 
 
 def test_servers_of_a_host_that_send_different_etags_have_one_file(
-    server: WebServer,
-) -> None:
+    server,
+):
     day = "Tue, 24 Nov 2026 10:00:00 GMT"
 
     def respond(etag: str, modified: str) -> None:
@@ -95,7 +94,7 @@ def test_servers_of_a_host_that_send_different_etags_have_one_file(
 @pytest.mark.parametrize(
     "fault", ["reset", "truncate", "429", "500", "502", "503", "504", "408"]
 )
-def test_passing_trouble_is_overcome(server: WebServer, fault: str) -> None:
+def test_passing_trouble_is_overcome(server, fault):
     server.files["/a.jpg"] = DATA
     server.faults["/a.jpg"] = [fault, fault, fault]
     assert read_bytes(ref(server, "/a.jpg")) == DATA
@@ -111,7 +110,7 @@ def test_passing_trouble_is_overcome(server: WebServer, fault: str) -> None:
         ("403", "unreadable"),
     ],
 )
-def test_refusals_are_not_repeated(server: WebServer, status: str, reason: str) -> None:
+def test_refusals_are_not_repeated(server, status, reason):
     server.files["/a.jpg"] = DATA
     server.faults["/a.jpg"] = [status]
     with pytest.raises(ImageError, match=f"{reason}: HTTP status {status}"):
@@ -119,7 +118,7 @@ def test_refusals_are_not_repeated(server: WebServer, status: str, reason: str) 
     assert len(server.requests) == 1
 
 
-def test_lasting_trouble_of_an_archive_is_temporary(server: WebServer) -> None:
+def test_lasting_trouble_of_an_archive_is_temporary(server):
     server.files["/a.tar"] = DATA
     server.faults["/a.tar"] = ["503"] * 100
     for kind in ("tar", "zip"):
@@ -127,7 +126,7 @@ def test_lasting_trouble_of_an_archive_is_temporary(server: WebServer) -> None:
             read_bytes(ref(server, "/a.tar", container=Container(kind, len(DATA))))
 
 
-def test_large_files_are_refused_before_they_are_read(server: WebServer) -> None:
+def test_large_files_are_refused_before_they_are_read(server):
     server.responses["/declared.jpg"] = lambda headers: (
         200,
         {"Content-Length": "999999999999"},
@@ -149,7 +148,7 @@ def test_large_files_are_refused_before_they_are_read(server: WebServer) -> None
         read_bytes(ref(server, "/declared.jpg"))
 
 
-def test_redirects(server: WebServer) -> None:
+def test_redirects(server):
     server.files["/b.jpg"] = DATA
     server.responses["/a.jpg"] = lambda headers: (302, {"Location": "/b.jpg"}, b"")
     server.responses["/loop.jpg"] = lambda headers: (
@@ -169,9 +168,7 @@ def test_redirects(server: WebServer) -> None:
         read_remote(f"{server.url}/local.jpg", 1 << 20)
 
 
-def test_a_server_that_stalls(
-    server: WebServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_stalls(server, monkeypatch):
     remote._pool.cache_clear()
     monkeypatch.setattr(remote, "READ_SECONDS", 0.1)
     server.files["/a.jpg"] = DATA
@@ -192,8 +189,8 @@ class Dripping(Handler):
 
 
 def test_a_server_that_sends_a_byte_now_and_then_is_stopped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(remote, "MAX_SECONDS", 0.3)
     started = time.monotonic()
     with (
@@ -204,9 +201,7 @@ def test_a_server_that_sends_a_byte_now_and_then_is_stopped(
     assert time.monotonic() - started < 3
 
 
-def test_the_pause_that_a_server_asks_for_is_made(
-    server: WebServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pause_that_a_server_asks_for_is_made(server, monkeypatch):
     monkeypatch.setattr(remote, "_LONGEST_PAUSE", 10)
     started = time.monotonic()
 
@@ -220,7 +215,7 @@ def test_the_pause_that_a_server_asks_for_is_made(
     assert len(server.requests) == 2
 
 
-def test_another_range_than_was_requested_is_refused(server: WebServer) -> None:
+def test_another_range_than_was_requested_is_refused(server):
     headers = {"Content-Range": "bytes 0-1/9"}
     server.responses["/a.tar"] = lambda request: (206, headers, b"xy")
     version = remote.FileVersion(9)
@@ -236,8 +231,8 @@ def test_another_range_than_was_requested_is_refused(server: WebServer) -> None:
     [("http://user:word@", b"user:word"), ("us%40er:p%3Aw@", b"us@er:p:w")],
 )
 def test_requests_go_through_the_proxy_of_the_environment(
-    server: WebServer, monkeypatch: pytest.MonkeyPatch, before: str, credentials: bytes
-) -> None:
+    server, monkeypatch, before, credentials
+):
     seen: list[str] = []
 
     def answer(headers: dict[str, str]) -> Any:
@@ -256,7 +251,7 @@ def test_requests_go_through_the_proxy_of_the_environment(
         read_remote("http://photos.invalid/c.jpg", 1 << 20)
 
 
-def test_connections_per_host_are_limited(server: WebServer) -> None:
+def test_connections_per_host_are_limited(server):
     for number in range(40):
         server.files[f"/{number}.jpg"] = DATA
         server.faults[f"/{number}.jpg"] = ["slow"]

@@ -9,9 +9,7 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,7 +58,7 @@ Jobs = list[tuple[int, InputRef]]
 
 
 @pytest.fixture
-def jobs(tmp_path: Path) -> Jobs:
+def jobs(tmp_path):
     """Twenty inputs, the last of which is not an image."""
     jobs = []
     for number in range(20):
@@ -80,7 +78,7 @@ def add_faults(jobs: Jobs, actions: dict[int, str]) -> None:
 
 
 @pytest.fixture
-def faulty_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def faulty_decoder(tmp_path, monkeypatch):
     folder = tmp_path / "decoder"
     folder.mkdir()
     (folder / "simplejpeg.py").write_text(DECODER)
@@ -88,7 +86,7 @@ def faulty_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind():
     before = set(psutil.Process().children(recursive=True))
     yield
     wait_for_end(set(psutil.Process().children(recursive=True)) - before)

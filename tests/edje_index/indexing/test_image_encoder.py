@@ -1,9 +1,6 @@
 """The encoder of an indexing worker."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -22,8 +19,8 @@ from tests.edje_index.towers import eval_transform, random_pixels
     ("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.02)]
 )
 def test_an_opened_encoder_equals_the_bundle_up_to_rounding(
-    tiny_bundle: Path, tiny_model: ModelBundle, dtype: str, tolerance: float
-) -> None:
+    tiny_bundle, tiny_model, dtype, tolerance
+):
     pixels = random_pixels(tiny_model.clip_config, count=3)
     encoder = ImageEncoder.open(tiny_bundle, device="cpu", dtype=dtype)
     tokens, embeddings = encoder.encode(pixels)
@@ -40,7 +37,7 @@ def test_an_opened_encoder_equals_the_bundle_up_to_rounding(
     )
 
 
-def test_refuses_unknown_devices_and_types(tiny_bundle: Path) -> None:
+def test_refuses_unknown_devices_and_types(tiny_bundle):
     for options, words in (
         ({"device": "gpu"}, "unknown device 'gpu'"),
         ({"device": "cuda:99"}, "no device cuda:99"),
@@ -51,8 +48,8 @@ def test_refuses_unknown_devices_and_types(tiny_bundle: Path) -> None:
 
 
 def test_the_patches_of_all_frames_of_a_clip_are_those_of_one_image(
-    tiny_bundle: Path, tiny_model: ModelBundle
-) -> None:
+    tiny_bundle, tiny_model
+):
     encoder = ImageEncoder.open(tiny_bundle, device="cpu")
     clips = random_pixels(tiny_model.clip_config, count=6).unflatten(0, (2, 3))
     tokens, embeddings = encoder.encode(clips)
@@ -70,7 +67,7 @@ def test_the_patches_of_all_frames_of_a_clip_are_those_of_one_image(
         )
 
 
-def test_pixels_are_normalised_as_open_clip_does(tiny_bundle: Path) -> None:
+def test_pixels_are_normalised_as_open_clip_does(tiny_bundle):
     encoder = ImageEncoder.open(tiny_bundle, device="cpu")
     config = ModelBundle.load(tiny_bundle).clip_config
     image = Image.effect_noise((50, 41), 90).convert("RGB")
@@ -84,9 +81,7 @@ def test_pixels_are_normalised_as_open_clip_does(tiny_bundle: Path) -> None:
     "kind", ["compressed", "local", "strided", "clustered", "pruned"]
 )
 @torch.inference_mode()
-def test_a_tower_and_an_adapter_in_bfloat16_give_similar_tokens(
-    tmp_path: Path, kind: str
-) -> None:
+def test_a_tower_and_an_adapter_in_bfloat16_give_similar_tokens(tmp_path, kind):
     """As on a GPU."""
     create_untrained_bundle(tmp_path / "model", sizes=replace(TINY, adapter_kind=kind))
     model = ModelBundle.load(tmp_path / "model")

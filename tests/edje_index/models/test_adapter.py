@@ -29,7 +29,7 @@ PATCHES = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0))
 RECEIVED = torch.rand(2, 9, generator=torch.Generator().manual_seed(1))
 
 
-def test_patches_are_stored_untouched_by_an_adapter_without_weights() -> None:
+def test_patches_are_stored_untouched_by_an_adapter_without_weights():
     adapter = build_adapter(
         AdapterConfig(
             "patches", num_tokens=9, vision_dim=8, language_dim=8, hidden_dim=0
@@ -43,7 +43,7 @@ def test_patches_are_stored_untouched_by_an_adapter_without_weights() -> None:
 
 
 @pytest.mark.parametrize("kind", [STRIDED, CLUSTERED, PRUNED])
-def test_training_free_kinds_reduce_then_apply_the_local_layer(kind: str) -> None:
+def test_training_free_kinds_reduce_then_apply_the_local_layer(kind):
     reduced = {
         STRIDED: stride_tokens(PATCHES, 3),
         CLUSTERED: cluster_tokens(PATCHES, 3),
@@ -70,7 +70,7 @@ def test_training_free_kinds_reduce_then_apply_the_local_layer(kind: str) -> Non
         ({"kind": STRIDED, "hidden_dim": 0}, "hidden_dim must be 0"),
     ],
 )
-def test_refuses(changes: dict[str, object], message: str) -> None:
+def test_refuses(changes, message):
     with pytest.raises(ModelError, match=message):
         build_adapter(replace(CONFIG, **changes))
 
@@ -80,7 +80,7 @@ def random_tokens(b: int, n: int, d: int, seed: int = 0) -> torch.Tensor:
 
 
 @given(st.integers(1, 60).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))))
-def test_stride_spreads_evenly_whatever_the_counts(sizes: tuple[int, int]) -> None:
+def test_stride_spreads_evenly_whatever_the_counts(sizes):
     n, m = sizes
     positions = stride_tokens(torch.arange(n)[None, :, None], m)[0, :, 0]
     assert positions[0] == 0
@@ -89,14 +89,14 @@ def test_stride_spreads_evenly_whatever_the_counts(sizes: tuple[int, int]) -> No
     assert steps <= {n // m, -(-n // m)}
 
 
-def test_prune_keeps_the_most_attended_in_image_order() -> None:
+def test_prune_keeps_the_most_attended_in_image_order():
     tokens = torch.arange(5.0)[None, :, None].repeat(2, 1, 1)
     received = torch.tensor([[0.1, 0.5, 0.2, 0.9, 0.3], [0.2, 0.2, 0.2, 0.2, 0.2]])
     kept = prune_tokens(tokens, received, 3)[:, :, 0]
     assert kept.tolist() == [[1, 3, 4], [0, 1, 2]]
 
 
-def test_centroids_are_the_means_of_their_tokens() -> None:
+def test_centroids_are_the_means_of_their_tokens():
     tokens = random_tokens(3, 50, 4)
     centroids = cluster_tokens(tokens, 8)
     assert centroids.dtype == torch.float32
@@ -109,7 +109,7 @@ def test_centroids_are_the_means_of_their_tokens() -> None:
             )
 
 
-def test_clusters_of_equal_tokens_have_no_holes() -> None:
+def test_clusters_of_equal_tokens_have_no_holes():
     """All clusters but one lose their tokens; none may turn into NaN."""
     tokens = torch.ones(2, 9, 3)
     assert torch.equal(cluster_tokens(tokens, 4), torch.ones(2, 4, 3))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.bert import Bert, BertWeights
@@ -48,7 +46,7 @@ def stock_bert(**settings: object) -> BertModel:
 
 
 @pytest.mark.parametrize(("activation", "eps"), [("gelu", 1e-12), ("silu", 1e-2)])
-def test_hidden_states_equal_those_of_transformers(activation: str, eps: float) -> None:
+def test_hidden_states_equal_those_of_transformers(activation, eps):
     stock = stock_bert(hidden_act=activation, layer_norm_eps=eps)
     rng = torch.Generator().manual_seed(2)
     ids = torch.randint(50, (3, 9), generator=rng)
@@ -92,9 +90,7 @@ def bert(stock: BertModel, dtype: torch.dtype = torch.float32) -> Bert:
         ({"num_hidden_layers": 10**9}, "encoder.layer.3.*is missing"),
     ],
 )
-def test_what_is_no_bert_encoder_is_refused(
-    change: dict[str, object], message: str
-) -> None:
+def test_what_is_no_bert_encoder_is_refused(change, message):
     stock = stock_bert()
     weights = BertWeights(
         stock.state_dict(), "", source="the test", device=torch.device("cpu")
@@ -103,7 +99,7 @@ def test_what_is_no_bert_encoder_is_refused(
         Bert({**stock.config.to_dict(), **change}, weights, source="the test")
 
 
-def test_a_scorer_equals_the_joint_encoder(tiny_model: ModelBundle) -> None:
+def test_a_scorer_equals_the_joint_encoder(tiny_model):
     joint = tiny_model.joint
     captions = ["a dog", "", "two red cars in the snow and a very long rest " * 3]
     blocks = torch.randn(3, 4, 16, generator=torch.Generator().manual_seed(3))
@@ -136,7 +132,7 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def vision_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ClipConfig]:
+def vision_folder(tmp_path_factory):
     """A model with a BERT as its text tower, as a bundle stores it."""
     folder = tmp_path_factory.mktemp("vision")
     tokenizer = REPO / "tests" / "golden" / "local_small" / "tokenizer"
@@ -167,9 +163,7 @@ def vision_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ClipC
     "changes",
     [{}, {"hf_proj_type": "linear"}, {"tokenizer_kwargs": {"clean": "canonicalize"}}],
 )
-def test_text_embeddings_equal_those_of_open_clip(
-    vision_folder: tuple[Path, ClipConfig], changes: dict[str, object]
-) -> None:
+def test_text_embeddings_equal_those_of_open_clip(vision_folder, changes):
     folder, config = vision_folder
     config = ClipConfig(
         "tiny", {**config.model, "text_cfg": {**config.text, **changes}}, {}
@@ -187,5 +181,5 @@ def test_text_embeddings_equal_those_of_open_clip(
 @settings(max_examples=30)
 @given(st.text(max_size=60) | st.text("aB_.&; #x39<>’Ã©\t\n", max_size=60))
 @pytest.mark.parametrize("name", CLEANERS)
-def test_texts_are_cleaned_as_open_clip_does(name: str, text: str) -> None:
+def test_texts_are_cleaned_as_open_clip_does(name, text):
     assert CLEANERS[name](text) == get_clean_fn(name)(text)

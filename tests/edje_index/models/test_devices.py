@@ -22,8 +22,8 @@ def decorated() -> Any:
 
 
 def test_only_large_tensors_on_a_gpu_are_compiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     compiled = []
 
     def compiler(function: Any, dynamic: bool) -> Any:
@@ -40,8 +40,8 @@ def test_only_large_tensors_on_a_gpu_are_compiled(
 
 
 def test_without_a_compiler_the_function_runs_as_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     calls = []
 
     def kernel(x: Any) -> str:
@@ -57,8 +57,8 @@ def test_without_a_compiler_the_function_runs_as_it_is(
 
 
 def test_too_little_memory_is_no_missing_compiler(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     def kernel(_: Any) -> str:
         raise torch.OutOfMemoryError("CUDA out of memory")
 

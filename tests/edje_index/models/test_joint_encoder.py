@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 
 
@@ -13,7 +12,7 @@ def blocks(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, 4, 16, generator=torch.Generator().manual_seed(seed))
 
 
-def test_one_caption_for_a_whole_pool(tiny_model: ModelBundle) -> None:
+def test_one_caption_for_a_whole_pool(tiny_model):
     pool = blocks(tiny_model.joint.scorer().batch + 7)
     scores = tiny_model.joint.score("a red dog", pool)
     assert scores.shape == (len(pool),)
@@ -27,8 +26,8 @@ def test_one_caption_for_a_whole_pool(tiny_model: ModelBundle) -> None:
 
 
 def test_captions_of_different_lengths_equal_the_model_with_padding(
-    tiny_model: ModelBundle,
-) -> None:
+    tiny_model,
+):
     """The scorer groups captions by length, and needs no mask."""
     joint = tiny_model.joint
     captions = ["dog " * (1 + i * 7 % 5) + str(i) for i in range(70)]
@@ -41,8 +40,8 @@ def test_captions_of_different_lengths_equal_the_model_with_padding(
 
 
 def test_a_batch_of_captions_of_different_lengths_needs_padding_and_a_mask(
-    tiny_model: ModelBundle,
-) -> None:
+    tiny_model,
+):
     """On a GPU, captions of different lengths are in one batch."""
     scorer = tiny_model.joint.scorer()
     captions = ["dog " * (1 + i // 6) + "a" for i in range(24)]
@@ -58,7 +57,7 @@ def test_a_batch_of_captions_of_different_lengths_needs_padding_and_a_mask(
     )
 
 
-def test_image_placeholder_in_a_caption_is_only_a_word(tiny_model: ModelBundle) -> None:
+def test_image_placeholder_in_a_caption_is_only_a_word(tiny_model):
     inputs = tiny_model.joint.tokenizer.inputs(["a <image> dog"], 4)
     assert (
         int((inputs.input_ids == tiny_model.joint.tokenizer.image_token_id).sum()) == 4
@@ -66,9 +65,7 @@ def test_image_placeholder_in_a_caption_is_only_a_word(tiny_model: ModelBundle) 
     assert torch.isfinite(tiny_model.joint.score("<image>" * 9, blocks(2))).all()
 
 
-def test_bfloat16_rounds_the_language_model_and_not_the_head(
-    tiny_model: ModelBundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bfloat16_rounds_the_language_model_and_not_the_head(tiny_model, monkeypatch):
     joint = tiny_model.joint
     pool = blocks(40)
     captions = ["a red dog on the sand"]
@@ -81,7 +78,7 @@ def test_bfloat16_rounds_the_language_model_and_not_the_head(
     torch.testing.assert_close(rounded, exact, atol=1e-3, rtol=0)
 
 
-def test_refuses_what_does_not_fit(tiny_model: ModelBundle) -> None:
+def test_refuses_what_does_not_fit(tiny_model):
     with pytest.raises(ModelError, match="2 captions for 3 blocks"):
         tiny_model.joint.score(["a", "b"], blocks(3))
     with pytest.raises(ModelError, match=r"\[b, m, 16\], got \[3, 4, 8\]"):

@@ -99,7 +99,7 @@ def captions(count: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A tokenizer of 4,000 words."""
     path = tmp_path_factory.mktemp("tokenizer")
     untrained_tokenizer(4000).save(path)
@@ -120,7 +120,7 @@ def stock_ids(folder: Path, texts: list[str]) -> list[list[int]]:
     ]
 
 
-def test_token_ids_equal_the_published_preprocessing(folder: Path) -> None:
+def test_token_ids_equal_the_published_preprocessing(folder):
     texts = captions(400)
     published = [canonicalize_text(basic_clean(text)) for text in texts]
     expected = stock_ids(folder, published)
@@ -132,7 +132,7 @@ def test_token_ids_equal_the_published_preprocessing(folder: Path) -> None:
     )
 
 
-def test_a_tokenizer_that_panics_is_one_error(folder: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_that_panics_is_one_error(folder, tmp_path):
     content = json.loads((folder / "tokenizer.json").read_text())
     pattern = {
         "pattern": {"Regex": "(a|aa)+$"},
@@ -147,7 +147,7 @@ def test_a_tokenizer_that_panics_is_one_error(folder: Path, tmp_path: Path) -> N
         load_joint_tokenizer(tmp_path).caption_ids(["a" * 60 + " b"])
 
 
-def test_a_bundle_records_it(tiny_model: ModelBundle, tmp_path: Path) -> None:
+def test_a_bundle_records_it(tiny_model, tmp_path):
     blocks = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(1))
     caption = "A dog, on the sand!"
     plain = tiny_model.save(tmp_path / "plain")

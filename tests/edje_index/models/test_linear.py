@@ -2,12 +2,9 @@
 timm and open_clip.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from edje_index.models.clip_config import ClipConfig
 from edje_index.models.linear import Linear, replace_linear_layers
 from edje_index.models.vision_tower import vision_tower
 from tests.edje_index.towers import clip_config, random_clip, random_pixels, timm_config
@@ -17,9 +14,7 @@ TOWERS = [clip_config(), timm_config("eva02_tiny_patch14_224", 28)]
 
 
 @pytest.mark.parametrize("has_operators", [True, False])
-def test_linear_layers_equal_torchs_own(
-    has_operators: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_linear_layers_equal_torchs_own(has_operators, monkeypatch):
     if not has_operators:
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     rng = torch.Generator().manual_seed(5)
@@ -41,9 +36,7 @@ def test_linear_layers_equal_torchs_own(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)]
 )
 @torch.inference_mode()
-def test_a_tower_gives_the_same_with_other_linear_layers(
-    config: ClipConfig, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_a_tower_gives_the_same_with_other_linear_layers(config, dtype, tolerance):
     tower = vision_tower(random_clip(config).visual, config.embed_dim)
     pixels = random_pixels(config)
     expected = tower.encode(pixels)

@@ -34,7 +34,7 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def case(request: pytest.FixtureRequest) -> Case:
+def case(request):
     config = CONFIGS[request.param]
     model = random_clip(config)
     return Case(config, model, vision_tower(model.visual, config.embed_dim))
@@ -46,7 +46,7 @@ def with_models(*names: str) -> pytest.MarkDecorator:
 
 @with_models("clip", "siglip")
 @torch.inference_mode()
-def test_embedding_is_encode_image(case: Case) -> None:
+def test_embedding_is_encode_image(case):
     pixels = random_pixels(case.config)
     _, embedding = case.tower.encode(pixels)
     torch.testing.assert_close(
@@ -61,7 +61,7 @@ def test_embedding_is_encode_image(case: Case) -> None:
 
 @with_models("dino")
 @torch.inference_mode()
-def test_timm_patches_are_the_last_hidden_state_without_prefix(case: Case) -> None:
+def test_timm_patches_are_the_last_hidden_state_without_prefix(case):
     trunk = case.model.visual.trunk
     pixels = random_pixels(case.config, count=1)
     patches, _ = case.tower.encode(pixels)
@@ -76,8 +76,8 @@ def test_timm_patches_are_the_last_hidden_state_without_prefix(case: Case) -> No
 @with_models("clip")
 @torch.inference_mode()
 def test_clip_patches_are_the_input_of_the_last_layer_without_class_token(
-    case: Case,
-) -> None:
+    case,
+):
     seen: list[torch.Tensor] = []
     last = case.model.visual.transformer.resblocks[-1]
     handle = last.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -93,7 +93,7 @@ def test_clip_patches_are_the_input_of_the_last_layer_without_class_token(
     ("case", "heads"), [("clip", 2), ("siglip", 3)], indirect=["case"]
 )
 @torch.inference_mode()
-def test_attention_is_that_of_the_last_layer(case: Case, heads: int) -> None:
+def test_attention_is_that_of_the_last_layer(case, heads):
     """Compare with PyTorch's own multi-head attention, which can return its weights."""
     tower = case.tower
     pixels = random_pixels(case.config)
@@ -131,7 +131,7 @@ def _last_layer_attention(
     return reference(seen[0], seen[0], seen[0], average_attn_weights=False)[1]
 
 
-def test_towers_without_patch_tokens_are_refused() -> None:
+def test_towers_without_patch_tokens_are_refused():
     resnet = clip_config(layers=[1, 1, 1, 1], width=16, patch_size=None)
     with pytest.raises(ModelError, match="no patch features"):
         vision_tower(random_clip(resnet).visual, 24)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import resource
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ class Tied(torch.nn.Module):
         self.second.weight = self.first.weight
 
 
-def test_says_what_does_not_fit(tmp_path: Path) -> None:
+def test_says_what_does_not_fit(tmp_path):
     state = Tied().state_dict()
     with pytest.raises(
         ModelError, match=r"the file .* 1 tensors missing \(first.bias\)"
@@ -45,7 +44,7 @@ def test_says_what_does_not_fit(tmp_path: Path) -> None:
                 read_weights(path, prefix)
 
 
-def test_only_tensors_that_fit_are_taken_without_a_copy(tmp_path: Path) -> None:
+def test_only_tensors_that_fit_are_taken_without_a_copy(tmp_path):
     module = torch.nn.Linear(2, 3)
     save_weights(module, tmp_path / "weights.safetensors")
     state = read_weights(tmp_path / "weights.safetensors")
@@ -62,7 +61,7 @@ def test_only_tensors_that_fit_are_taken_without_a_copy(tmp_path: Path) -> None:
     assert torch.equal(again["weight"], module.weight)
 
 
-def test_shared_tensors_stay_shared() -> None:
+def test_shared_tensors_stay_shared():
     state = Tied().state_dict()
     del state["second.weight"]
     loaded = Tied()
@@ -71,14 +70,14 @@ def test_shared_tensors_stay_shared() -> None:
     assert torch.equal(loaded.second.weight, state["first.weight"])
 
 
-def test_integers_are_no_weights() -> None:
+def test_integers_are_no_weights():
     module = torch.nn.Linear(2, 2)
     state = {name: part.int() for name, part in module.state_dict().items()}
     with pytest.raises(ModelError, match=r"weight of x has the data type torch\.int32"):
         assign_weights(module, state, "x")
 
 
-def test_an_error_of_the_disk_keeps_its_number(tmp_path: Path) -> None:
+def test_an_error_of_the_disk_keeps_its_number(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.scoring.parts import (
     Scorer,
@@ -21,17 +20,17 @@ CAPTIONS = ["a dog", "two cats and a house", "a dog", "of the"]
 
 
 @pytest.fixture
-def bundle(tiny_bundle) -> ModelBundle:
+def bundle(tiny_bundle):
     return bundle_with_all_parts(tiny_bundle)
 
 
 @pytest.fixture
-def scorer(bundle) -> Scorer:
+def scorer(bundle):
     return bundle.scorer
 
 
 @pytest.fixture
-def tokens(bundle) -> torch.Tensor:
+def tokens(bundle):
     return torch.randn(
         4, *bundle.block_shape, generator=torch.Generator().manual_seed(0)
     ).bfloat16()

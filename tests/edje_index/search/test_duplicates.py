@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from tests.pipelines.conftest import write_photo
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory, tiny_bundle) -> Path:
+def root(tmp_path_factory, tiny_bundle):
     """Rows 0, 2 and 4 show one photo in three files; row 3 is no photo."""
     folder = tmp_path_factory.mktemp("duplicates")
     for row in range(7):

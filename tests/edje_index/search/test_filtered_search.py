@@ -30,7 +30,7 @@ WIDTH = 6
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory) -> Path:
+def index(tmp_path_factory):
     """Rows with a width, a size and a height; one in 70 has the height 1, one in 7
     has none.
     """

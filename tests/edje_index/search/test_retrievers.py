@@ -2,8 +2,6 @@
 retrievers and re-rankers.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -25,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory) -> TokenIndex:
+def index(tmp_path_factory):
     return TokenIndex.open(build_photos(tmp_path_factory.mktemp("photos"))[0])
 
 

@@ -85,14 +85,14 @@ def results(root: Path, model: Path, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> tuple[Path, Path]:
+def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("photos")
     root = build_photos(folder)[0]
     return root, Path(TokenIndex.open(root).model.info.path)
 
 
 @pytest.fixture(scope="module")
-def expected(built, tmp_path_factory) -> dict[str, Any]:
+def expected(built, tmp_path_factory):
     return results(*built, tmp_path_factory.mktemp("plain"))
 
 

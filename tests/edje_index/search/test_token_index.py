@@ -52,12 +52,12 @@ SCORE = "logit=3,late=1,pooled=2,embedding=5"
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> tuple[Path, Path]:
+def built(tmp_path_factory):
     return build_photos(tmp_path_factory.mktemp("search"))
 
 
 @pytest.fixture(scope="module")
-def index(built, tmp_path_factory) -> TokenIndex:
+def index(built, tmp_path_factory):
     """Searched with a bundle that has every part of the score."""
     path = tmp_path_factory.mktemp("parts") / "model"
     bundle_with_all_parts(built[1]).save(path)

@@ -157,7 +157,7 @@ def captioned_index(
 
 
 @pytest.fixture(scope="session")
-def case(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Case:
+def case(tmp_path_factory, tiny_bundle):
     folder = tmp_path_factory.mktemp("training")
     items, *_ = read_captioned_rows(captioned_index(folder / "data.edje", captions()))
     made = Case(folder, tiny_bundle, items)

@@ -48,7 +48,7 @@ def evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def everything(case, tmp_path_factory) -> TrainTask:
+def everything(case, tmp_path_factory):
     """A training that was evaluated every two steps."""
     made = task(case, tmp_path_factory.mktemp("all"), evaluate_every=2)
     run_worker(made, WorkerGroup(), lambda: False)

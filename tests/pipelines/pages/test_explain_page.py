@@ -9,7 +9,6 @@ import io
 import json
 import math
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,7 +33,7 @@ HOSTILE = "<img src=x onerror=alert(1)>.jpg"
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory, tiny_bundle) -> Path:
+def case(tmp_path_factory, tiny_bundle):
     """Photos with captions, their index with two precisions, and one built by
     another model.
     """

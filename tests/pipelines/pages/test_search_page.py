@@ -43,7 +43,7 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory, tiny_bundle) -> Path:
+def index(tmp_path_factory, tiny_bundle):
     folder = tmp_path_factory.mktemp("pages")
     for seed in range(6):
         write_photo(folder / "photos" / f"{seed}.jpg", seed)

@@ -1,24 +1,19 @@
 """An index of photos in two precisions, and a service that answers from it."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import httpx
 import numpy as np
 import pytest
 from PIL import Image
 
 from pipelines import build_index, quantize_index
-from tests.pipelines.service.server import Service, serve
+from tests.pipelines.service.server import serve
 
 ROWS = 12
 HOLE = 5
 
 
 @pytest.fixture(scope="session")
-def index(tmp_path_factory, tiny_bundle) -> Path:
+def index(tmp_path_factory, tiny_bundle):
     folder = tmp_path_factory.mktemp("served")
     (folder / "photos").mkdir()
     for row in range(ROWS):
@@ -39,12 +34,12 @@ def index(tmp_path_factory, tiny_bundle) -> Path:
 
 
 @pytest.fixture(scope="session")
-def service(index, tmp_path_factory) -> Iterator[Service]:
+def service(index, tmp_path_factory):
     with serve(tmp_path_factory.mktemp("service"), index) as running:
         yield running
 
 
 @pytest.fixture
-def http(service) -> Iterator[httpx.Client]:
+def http(service):
     with httpx.Client(base_url=service.url, timeout=60) as client:
         yield client

@@ -16,7 +16,7 @@ ROWS = [3, 0, 9, 7]
 
 
 @pytest.fixture(scope="module")
-def expected(index) -> list[tuple[int, float]]:
+def expected(index):
     """(position, relevance) of `ROWS`, best first, from the library."""
     return [
         (ROWS.index(hit.row_id), hit.relevance)

@@ -6,7 +6,6 @@ import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import httpx
 import pytest
@@ -19,7 +18,7 @@ from tests.pipelines.service.server import serve
 
 
 @pytest.fixture
-def changing(index, tmp_path) -> Path:
+def changing(index, tmp_path):
     shutil.copytree(index, tmp_path / "changing.edje")
     return tmp_path / "changing.edje"
 

@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlencode
@@ -43,7 +42,7 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def axe(tmp_path_factory) -> str:
+def axe(tmp_path_factory):
     """The source of axe-core, from the registry of npm."""
     if shutil.which("npm") is None:
         pytest.skip("there is no npm")
@@ -113,7 +112,7 @@ class Watched:
 
 
 @pytest.fixture
-def watched(browser, service) -> Iterator[Watched]:
+def watched(browser, service):
     context = browser.new_context(viewport={"width": 1280, "height": 800})
     watched = Watched(context.new_page(), service.url)
     watched.page.goto(service.url)

@@ -28,7 +28,7 @@ _CLOSE = 5e-6
 
 
 @pytest.fixture(scope="module")
-def library(index) -> TokenIndex:
+def library(index):
     return TokenIndex.open(index)
 
 

@@ -110,7 +110,7 @@ DEFAULTS = {
 
 
 @pytest.fixture(scope="module")
-def library(index) -> TokenIndex:
+def library(index):
     return TokenIndex.open(index)
 
 
