@@ -23,7 +23,6 @@ from PIL import Image
 import edje_index
 from edje_index import Client, CrossEncoder, LateInteractionSearch, TokenIndex
 from edje_index.bundles.feature_bundle import write_feature_bundle
-from edje_index.evaluation.quantization import measure_precisions
 from edje_index.integrations.documents import find_images, rerank_metadata
 from pipelines import build_index
 from pipelines.service.server import listen
@@ -244,10 +243,6 @@ NUMBERS: dict[str, tuple[float, Callable[[Any, TokenIndex, TokenStore], Any]]] =
     "evaluate resamples": (2, lambda n, *_: evaluated(resamples=n)),
     "evaluate queries": (2, lambda n, *_: evaluated(queries=n)),
     "evaluate seed": (2, lambda n, *_: evaluated(seed=n)),
-    "quantize --report pool": (
-        2,
-        lambda n, *_: measure_precisions(Path("photos.edje"), "bf16", pool=n),
-    ),
     "Client timeout": (1.5, lambda n, *_: Client("http://a", timeout=n).close()),
     "listen": (0, lambda n, *_: listen("127.0.0.1", n).close()),
 }

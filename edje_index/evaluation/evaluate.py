@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -13,8 +13,6 @@ from edje_index.bundles.info import matching_bundle
 from edje_index.captions.matching import match_items, name_table, stored_captions
 from edje_index.captions.reading import CaptionedImage, read_captions
 from edje_index.evaluation.pools import (
-    EvaluationSet,
-    TokenSource,
     full_set,
     score_pairs,
     split_set,
@@ -23,7 +21,6 @@ from edje_index.evaluation.pools import (
 from edje_index.evaluation.recall import (
     ClusterBootstrap,
     Estimate,
-    Pools,
     hits,
     ranks_after_reranking,
 )
@@ -53,6 +50,11 @@ _POOLS = (10, 20, 50)
 _FULL_POOLS = (100,)
 _PERCENT = 100.0
 _REFERENCE = "bf16"
+# With fewer queries, there is no advice. If none of 300 first hits changes, at most 1 %
+# of all first hits change, with a confidence of 95 %.
+_MIN_QUERIES = 300
+# The advice accepts a precision that loses at most this number of points of recall.
+_ACCEPTED_LOSS = 1.0
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,46 @@ class Evaluation:
         system = value.pop("system")
         for result in results:
             result["system"] = system["name"]
-        return {**value, "systems": [system], "results": results, "unit": "percent"}
+        value |= {"systems": [system], "results": results, "unit": "percent"}
+        return {**value, "advice": self.advice}
+
+    @property
+    def advice(self) -> str | None:
+        """A sentence that names the precision to keep: the smallest one whose loss of
+        recall in text-to-image search is at most 1 point at the upper end of its
+        interval. None if no precisions were compared.
+        """
+        results = [
+            result
+            for result in self.results
+            if result.direction == TEXT_TO_IMAGE
+            and result.pool == max(self.pools, default=None)
+        ]
+        if len(results) < 2 or not self.system.trained:
+            return None
+        queries = self.system.queries[TEXT_TO_IMAGE]
+        if queries < _MIN_QUERIES:
+            return (
+                f"no advice: {queries} queries are too few, at least {_MIN_QUERIES} are"
+                " needed"
+            )
+        cutoff = self.cutoffs[0]
+        chosen = ""
+        refused = ""
+        # The largest precision comes first.
+        for result in results:
+            size = (result.bytes_per_image or 0) / 1000
+            change = (result.change or {}).get(cutoff, Estimate(0.0))
+            low, high = change.bounds
+            amount = (
+                f"{change.value:+.1f} points of R@{cutoff} ({low:+.1f} to {high:+.1f})"
+            )
+            if low >= -_ACCEPTED_LOSS:
+                chosen = f"keep {result.precision}: {size:.1f} kB per image, {amount}"
+                refused = ""
+            elif not refused:
+                refused = f"; {result.precision} would change {amount}"
+        return chosen + refused
 
 
 def evaluate(
@@ -311,87 +352,15 @@ def evaluate(
         direction: eval_set.pools(direction, *embeddings, max((*pools, 1)))
         for direction in DIRECTIONS
     }
-    results = measure(
-        bundle,
-        eval_set,
-        nearest,
-        sources,
-        weights,
-        cutoffs=cutoffs,
-        pools=pools,
-        resamples=resamples,
-        seed=seed,
-        on_progress=on_progress,
-    )
-
-    system = System(
-        name=Path(index).resolve().stem,
-        index=str(index),
-        bundle=str(bundle.info.path),
-        fingerprint=bundle.info.fingerprint,
-        trained=bundle.info.trained,
-        block_shape=opened.manifest.spec.block_shape,
-        weights={
-            direction: its_weights.to_json()
-            for direction, its_weights in weights.items()
-        },
-        candidates={
-            TEXT_TO_IMAGE: len(eval_set.rows),
-            IMAGE_TO_TEXT: len(eval_set.captions),
-        },
-        queries={direction: len(pool.ranks) for direction, pool in nearest.items()},
-        dtype=str(bundle.joint.compute_dtype).removeprefix("torch."),
-    )
-    return Evaluation(
-        protocol="full" if full else "split",
-        captions="of the index" if captions is None else str(captions),
-        split=split,
-        cutoffs=cutoffs,
-        pools=pools,
-        resamples=resamples,
-        seed=seed,
-        inputs=inputs,
-        system=system,
-        results=tuple(results),
-        seconds=time.monotonic() - began,
-    )
-
-
-def measure(
-    model: SearchModel,
-    queries: EvaluationSet,
-    nearest: Mapping[str, Pools],
-    sources: Sequence[TokenSource],
-    weights: Mapping[str, ScoreWeights],
-    *,
-    cutoffs: Sequence[int],
-    pools: Sequence[int],
-    reference: str | None = None,
-    resamples: int = 1000,
-    seed: int = 0,
-    on_progress: OnProgress = lambda activity, done, total: None,
-) -> list[Result]:
-    """Measure the recall by the embeddings alone, and after re-ranking with the tokens
-    of each source.
-
-    Args:
-        nearest: the candidates of the queries by direction, at least as many per query
-            as the largest of `pools`.
-        sources: tokens to re-rank with, of distinct precisions.
-        weights: weights of the final score by direction.
-        pools: pool sizes.
-        reference: precision that the others are compared with; None for bf16, or
-            without it the first of `sources`.
-    """
-    used_parts = {part for direction in nearest for part in weights[direction].parts}
+    used_parts = {part for each in weights.values() for part in each.parts}
     joint_parts = [part for part in JOINT_PARTS if part in used_parts]
     finals: dict[str, dict[str, Floats]] = {}
     for source in sources:
         parts = score_pairs(
-            model.scorer,
+            bundle.scorer,
             joint_parts,
-            queries.captions,
-            [queries.pairs(direction, pool) for direction, pool in nearest.items()],
+            eval_set.captions,
+            [eval_set.pairs(direction, pool) for direction, pool in nearest.items()],
             source.fetch,
             on_progress,
             f"pairs scored, {source.codec.name}",
@@ -400,13 +369,12 @@ def measure(
             direction: weights[direction].sum({EMBEDDING: pool.similarities, **values})
             for (direction, pool), values in zip(nearest.items(), parts, strict=True)
         }
-    if reference is None:
-        reference = _REFERENCE if _REFERENCE in finals else next(iter(finals), "")
+    # The other precisions are compared with bf16, or else with the most accurate one.
+    reference = _REFERENCE if _REFERENCE in finals else next(iter(finals), "")
     results = []
     for direction, pool in nearest.items():
-        bootstrap = ClusterBootstrap(
-            queries.images_of_queries(direction), resamples, seed
-        )
+        images_of_queries = eval_set.images_of_queries(direction)
+        bootstrap = ClusterBootstrap(images_of_queries, resamples, seed)
         results.append(Result(direction, _recall(bootstrap, cutoffs, pool.ranks)))
         for size in pools:
             in_pool = bootstrap.estimates(_PERCENT * (pool.ranks < size)[:, None])[0]
@@ -441,7 +409,38 @@ def measure(
                         change_from=reference,
                     )
                 results.append(result)
-    return results
+
+    system = System(
+        name=Path(index).resolve().stem,
+        index=str(index),
+        bundle=str(bundle.info.path),
+        fingerprint=bundle.info.fingerprint,
+        trained=bundle.info.trained,
+        block_shape=opened.manifest.spec.block_shape,
+        weights={
+            direction: its_weights.to_json()
+            for direction, its_weights in weights.items()
+        },
+        candidates={
+            TEXT_TO_IMAGE: len(eval_set.rows),
+            IMAGE_TO_TEXT: len(eval_set.captions),
+        },
+        queries={direction: len(pool.ranks) for direction, pool in nearest.items()},
+        dtype=str(bundle.joint.compute_dtype).removeprefix("torch."),
+    )
+    return Evaluation(
+        protocol="full" if full else "split",
+        captions="of the index" if captions is None else str(captions),
+        split=split,
+        cutoffs=cutoffs,
+        pools=pools,
+        resamples=resamples,
+        seed=seed,
+        inputs=inputs,
+        system=system,
+        results=tuple(results),
+        seconds=time.monotonic() - began,
+    )
 
 
 def _recall(

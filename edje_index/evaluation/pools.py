@@ -189,25 +189,21 @@ class TokenSource:
         return blocks[which]
 
 
-def token_sources(
-    index: CommittedIndex, names: Sequence[str], source: str | None = None
-) -> list[TokenSource]:
+def token_sources(index: CommittedIndex, names: Sequence[str]) -> list[TokenSource]:
     """Return the token sources of the precisions `names`, highest-fidelity first.
 
-    For a precision that is not stored, tokens of the precision `source` are converted
-    in memory, as `quantize` would convert them.
+    For a precision that is not stored, tokens of the stored precision of the highest
+    fidelity are converted in memory, as `quantize` would convert them.
 
     Args:
         names: precisions; empty for all precisions of the index.
-        source: a stored precision; None for the stored precision of the highest
-            fidelity.
 
     Raises:
-        UsageError: a precision is unknown, or is not stored and has a higher fidelity
-            than `source`.
+        UsageError: a precision is unknown, or has a higher fidelity than the stored
+            ones.
     """
     spec = index.manifest.spec
-    held = codec(source or finest(spec.precisions), spec.block_shape)
+    held = codec(finest(spec.precisions), spec.block_shape)
     requested = list(dict.fromkeys(names or spec.precisions))
     missing = [name for name in requested if name not in spec.precisions]
     for name in missing:

@@ -161,11 +161,6 @@ class Estimate:
             return self.value, self.value
         return self.low, self.high
 
-    def subtracted_from(self, number: float) -> Estimate:
-        """Return the estimate of `number` - this value."""
-        low, high = self.bounds
-        return Estimate(number - self.value, number - high, number - low)
-
 
 @dataclass(frozen=True)
 class ClusterBootstrap:

@@ -1,5 +1,5 @@
-"""Writes reports of evaluations and of precisions as JSON and Markdown. The Markdown
-tables are aligned, so they are also readable in a terminal.
+"""Writes reports of evaluations as JSON and Markdown. The Markdown tables are aligned,
+so they are also readable in a terminal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
     from edje_index.evaluation.evaluate import Evaluation
-    from edje_index.evaluation.quantization import QuantizationReport
 
 _NAMES = {TEXT_TO_IMAGE: "Text-to-image", IMAGE_TO_TEXT: "Image-to-text"}
 _CANDIDATES = {TEXT_TO_IMAGE: "images", IMAGE_TO_TEXT: "captions"}
@@ -97,7 +96,8 @@ def evaluation_report(evaluation: Evaluation) -> str:
         f"{_NAMES[name]} score: {ScoreWeights.from_json(weights).described()}"
         for name, weights in system.weights.items()
     ]
-    lines = ["# Recall", "", *(f"- {line}" for line in preface)]
+    advice = [f"**{evaluation.advice}**", ""] if evaluation.advice else []
+    lines = ["# Recall", "", *advice, *(f"- {line}" for line in preface)]
 
     header = ["tokens", "kB per image", "pool", *(f"R@{k}" for k in cutoffs)]
     if evaluation.pools:
@@ -137,74 +137,6 @@ def _shown(estimate: Estimate, number: str = "{:.1f}") -> str:
     if estimate.low is None or estimate.high is None:
         return text
     return f"{text} [{number.format(estimate.low)}, {number.format(estimate.high)}]"
-
-
-def quantization_report(report: QuantizationReport) -> str:
-    """Return the comparison of precisions as Markdown. If the report has an `advice`,
-    the first line is this sentence.
-    """
-    m, d = report.block_shape
-    holes = f"; {report.holes:,} of them are holes" if report.holes else ""
-    notes = [
-        f"{report.rows:,} rows, blocks of {m} x {d}.",
-        f"Tokens: a sample of {report.sampled_rows:,} rows{holes}.",
-    ]
-    if not report.queries:
-        notes.append(f"Re-ranking was not measured: {report.ranking_left_out}.")
-    else:
-        source = f"{report.queries:,} queries ({report.query_source})"
-        notes.append(f"Re-ranking: {source}, {report.pool:,} candidates each.")
-        if not report.trained:
-            notes.append(
-                "The model is untrained: changes of the ranking have no meaning."
-            )
-    if report.recall is not None:
-        notes.append(f"R@1 of {report.reference}: {_shown(report.recall)} %.")
-    if report.reference != "bf16":
-        notes.append(
-            f"The reference is {report.reference}. Its own errors are not included."
-        )
-    elif lossy := [name for name in report.reference_encoded_from if name != "bf16"]:
-        origin = ", ".join(lossy)
-        notes.append(
-            f"The reference bf16 was converted from {origin}. Errors of that conversion"
-            " are not included."
-        )
-    sentence = [] if report.advice is None else [f"**{report.advice}**", ""]
-    lines = [
-        *sentence,
-        f"# What each precision costs on {report.index}",
-        "",
-        *(f"- {note}" for note in notes),
-        "",
-    ]
-    size = report.reference_bytes_per_image
-    rows = [(report.reference, size, "0", "yes", "", "")]
-    for cost in report.precisions:
-        error = "" if cost.relative_error is None else f"{cost.relative_error:.4f}"
-        stored = "yes" if cost.stored else "no"
-        kept, loss = (
-            "" if estimate is None else _shown(estimate)
-            for estimate in (cost.first_kept, cost.loss)
-        )
-        rows.append((cost.name, cost.bytes_per_image, error, stored, kept, loss))
-    header = (
-        "precision",
-        "bits per value",
-        "bytes per image",
-        "relative error",
-        "stored",
-        "first hit kept, %",
-        "R@1 loss, points",
-    )
-    lines += table(
-        header,
-        [
-            [name, f"{8 * size / (m * d):.2f}", f"{size:,}", *others]
-            for name, size, *others in rows
-        ],
-    )
-    return "\n".join(lines) + "\n"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from storage_formats.format.file_check import Problem
 
 _SHOWN = 10
-_PRINT_ONLY = Path("-")
 
 
 # An erasure that stops between its steps has no journal.
@@ -485,84 +484,28 @@ ann.add_command(build_ann)
     resume="index",
     to="--to",
     source="--from",
-    report_dir="--report",
 )
-def quantize(
-    job: Job,
-    *,
-    report_dir: Path | None = None,
-    queries: Path | None = None,
-    model: Path | None = None,
-) -> Iterator[str]:
+def quantize(job: Job) -> Iterator[str]:
     """Add or remove precisions of the tokens in INDEX.
 
     Precisions are for example fp8, nvfp4, gauss2 (2 bits) and sign1 (1 bit); the error
     for an unknown name lists all. INDEX can be searched during the conversion. Run the
     same command again to resume a stopped conversion.
 
-    With --report, the command first measures how much each precision changes the tokens
-    and the re-ranking, compared with the most accurate precision stored, and says which
-    precision to keep, if there are at least 300 queries. The report covers the
-    precisions of --to, else those of INDEX.
+    'edje-index eval INDEX --precision NAME' measures what a precision costs in recall,
+    before it is stored.
 
     \b
     Examples:
       edje-index quantize photos.edje --to fp8 --to nvfp4
       edje-index quantize photos.edje --to fp8 --drop bf16
-      edje-index quantize photos.edje --report
-      edje-index quantize photos.edje --report costs/ --queries captions.txt
-
-    Args:
-        report_dir: measure how much each precision changes tokens and ranking. With
-            DIR, also write the report to DIR.
-        queries: with `report_dir`: file of queries, as text or .jsonl. None selects a
-            sample of 1,000 captions in INDEX.
-        model: with `report_dir`: directory of the model bundle. None selects the bundle
-            that built INDEX.
     """
-    index = job.given["index"]
-    to = job.given["to"]
-    is_change = to or job.given["drop"]
-    if not (is_change or report_dir):
-        raise UsageError("nothing to do: give --to, --drop or --report")
-    if (queries or model) and report_dir is None:
-        raise UsageError("--queries and --model need --report; add --report")
-    output: dict[str, Any] = {}
-    if report_dir is not None:
-        if not isinstance(index, Path):
-            raise UsageError(
-                f"--report needs an index on a file system; copy {index} to a directory"
-                " first"
-            )
-        from edje_index.evaluation.quantization import measure_precisions
-        from edje_index.evaluation.report import (
-            check_report_folder,
-            quantization_report,
-            write_report,
-        )
-        from pipelines.jobs.quantize import precision_to_read
-        from storage_formats.format.manifest import Manifest
-
-        is_written = report_dir != _PRINT_ONLY
-        if is_written:
-            check_report_folder(report_dir)
-        reference = precision_to_read(
-            index, Manifest.load(index), job.given.get("source")
-        )
-        measured = run_job(
-            measure_precisions, index, reference, to, queries=queries, model=model
-        )
-        text = quantization_report(measured)
-        yield from text.splitlines()
-        if is_written:
-            write_report(report_dir, text, asdict(measured))
-            yield f"report written to {report_dir}"
-        output = {"report": asdict(measured)} if is_change else asdict(measured)
-    if is_change:
-        result = job.run()
-        for name, size in result.bytes_per_image.items():
-            new = "  (new)" if name in result.added else ""
-            yield f"{name:6} {size:7,} bytes per image{new}"
-        yield f"{index}: {counted(result.rows, 'row')}, {result.seconds:.1f} s"
-        output |= asdict(result)
-    job.result = output
+    if not (job.given["to"] or job.given["drop"]):
+        raise UsageError("nothing to do: give --to or --drop")
+    result = job.run()
+    for name, size in result.bytes_per_image.items():
+        new = "  (new)" if name in result.added else ""
+        yield f"{name:6} {size:7,} bytes per image{new}"
+    yield (
+        f"{job.given['index']}: {counted(result.rows, 'row')}, {result.seconds:.1f} s"
+    )

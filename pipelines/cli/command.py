@@ -83,7 +83,6 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "precisions": _PRECISION,
     "source": _PRECISION,
     "to": _PRECISION,
-    "report_dir": {"is_flag": False, "flag_value": "-", "metavar": "[DIR]"},
     "sources": {"metavar": "SOURCE...", "type": str},
     "where": {"metavar": "FILTER"},
 }

@@ -88,6 +88,9 @@ def write_texts(folder: Path, captioned: list[Path]) -> None:
     (folder / "dataset_coco.json").write_text(
         json.dumps({"images": images, "dataset": "coco"})
     )
+    # The captions of the tutorial, whose index has the photos in `folder`.
+    described = {**records[0], "image": f"photos/{captioned[0].name}"}
+    (folder / "described.jsonl").write_text(json.dumps(described) + "\n")
     (folder / "queries.txt").write_text("a red canoe\ntwo dogs\n")
 
 

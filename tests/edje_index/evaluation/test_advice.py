@@ -1,0 +1,87 @@
+"""The sentence of an evaluation that names the precision to keep."""
+
+from __future__ import annotations
+
+import pytest
+
+from edje_index.evaluation.evaluate import Evaluation, Inputs, Result, System
+from edje_index.evaluation.recall import Estimate
+from edje_index.evaluation.report import evaluation_report
+
+
+def evaluation(*changes, queries=300, trained=True):
+    """An evaluation of bf16 and of precisions, each with its bytes per image and its
+    change of R@1 and half of the interval of the change.
+    """
+    results = [Result("t2i", {1: Estimate(60.0)})]
+    reranked = (("bf16", 49152, None, 0), *changes)
+    for direction in ("t2i", "i2t"):
+        for pool in (10, 50):
+            for name, size, change, spread in reranked:
+                # The advice is about text-to-image search with the largest pool.
+                is_read = (direction, pool) == ("t2i", 50)
+                value = change if is_read or change is None else -50.0
+                estimate = value and Estimate(value, value - spread, value + spread)
+                results.append(
+                    Result(
+                        direction,
+                        {1: Estimate(70.0)},
+                        name,
+                        None,
+                        size,
+                        pool,
+                        Estimate(90.0),
+                        {1: Estimate(10.0)},
+                        None if estimate is None else {1: estimate},
+                    )
+                )
+    counts = {"t2i": queries, "i2t": queries}
+    system = System(
+        "a", "a", "b", "f", trained, (64, 384), {}, counts, counts, "float32"
+    )
+    inputs = Inputs(300, 300, {}, 300, 300)
+    return Evaluation(
+        "split", "c", None, (1,), (10, 50), 9, 0, inputs, system, tuple(results), 1.0
+    )
+
+
+FP8 = ("fp8", 24640, -0.01, 0.4)
+NVFP4 = ("nvfp4", 13824, -0.2, 0.4)
+SIGN1 = ("sign1", 3200, -6.0, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            [FP8, NVFP4, SIGN1],
+            "keep nvfp4: 13.8 kB per image, -0.2 points of R@1 (-0.6 to +0.2);"
+            " sign1 would change -6.0 points of R@1 (-6.4 to -5.6)",
+        ),
+        # Its interval reaches beyond a point.
+        (
+            [FP8, ("nvfp4", 13824, -0.2, 0.9)],
+            "keep fp8: 24.6 kB per image, -0.0 points of R@1 (-0.4 to +0.4);"
+            " nvfp4 would change -0.2 points of R@1 (-1.1 to +0.7)",
+        ),
+        (
+            [SIGN1],
+            "keep bf16: 49.2 kB per image, +0.0 points of R@1 (+0.0 to +0.0);"
+            " sign1 would change -6.0 points of R@1 (-6.4 to -5.6)",
+        ),
+        ([], None),
+    ],
+)
+def test_the_smallest_precision_that_loses_no_more_than_a_point_is_kept(
+    changes, sentence
+):
+    compared = evaluation(*changes)
+    assert compared.to_json()["advice"] == sentence
+    assert (f"**{sentence}**" in evaluation_report(compared)) == bool(sentence)
+
+
+def test_few_queries_and_an_untrained_model_give_no_advice():
+    assert evaluation(NVFP4, queries=299).advice == (
+        "no advice: 299 queries are too few, at least 300 are needed"
+    )
+    assert evaluation(NVFP4, trained=False).advice is None
