@@ -10,8 +10,7 @@ import click
 
 from edje_index.scoring.weights import DIRECTIONS, EMBEDDING
 from pipelines.cli.command import Job, command
-from pipelines.cli.output import note, print_result, run_job
-from storage_formats.remote.urls import IndexLocation
+from pipelines.cli.output import note, print_result
 
 if TYPE_CHECKING:
     from edje_index.bundles.info import BundleInfo
@@ -195,11 +194,7 @@ def features(job: Job) -> Iterator[str]:
     tokenizer_dir=None,
     text_tokenizer_dir=None,
 )
-def import_checkpoint(
-    job: Job,
-    *,
-    photos: IndexLocation | None = None,
-) -> Iterator[str]:
+def import_checkpoint(job: Job) -> Iterator[str]:
     """Convert a trained EDJE model into a bundle.
 
     CHECKPOINT is a file, a directory or hf://ORG/REPO[@REVISION], with the weights that
@@ -208,34 +203,13 @@ def import_checkpoint(
     the towers and the tokenizer that its configuration or its model card names. Only
     weights, JSON and text are read.
 
-    With --photos, CHECKPOINT is a bundle. The command copies the bundle and stores the
-    mean of the photos' tokens in the copy as its offset. The offset lowers the error of
-    indexes that are built with quantized tokens. A few hundred photos are enough. The
-    command encodes every photo.
-
     \b
     Examples:
       edje-index model import edje.pth --vision ViT-B-16-SigLIP2-384:webli --out model
       edje-index model import downloaded-repository --out model
       edje-index model import hf://shahafw/edje-vl-image-retrieval-reranker --out model
-      edje-index model import model --photos some-photos --out model-with-offset
-
-    Args:
-        photos: directory or another source of photos, at least 32.
     """
-    if photos is None:
-        info = job.run(vision=job.given.get("vision"))
-        yield from report_bundle(job, info)
-        return
-    if "vision" in job.given:
-        raise click.UsageError(
-            "--photos takes a bundle and no other option than --out: import the"
-            " checkpoint first, and then give its bundle"
-        )
-    from pipelines.jobs.bundle_offset import add_offset
-
-    info = run_job(add_offset, job.given["checkpoint"], photos, job.given["out"])
-    yield from report_bundle(job, info)
+    yield from report_bundle(job, job.run(vision=job.given.get("vision")))
 
 
 for each in (get, show, init_model, features, import_checkpoint):
