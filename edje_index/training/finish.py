@@ -81,40 +81,23 @@ def finish_model(
     )
     bundle = replace(bundle, offset=estimate_offset(blocks))
     init = task.config.inputs.init
-    initial = None
-    if init is not None and task.dev is not None:
-        loaded = ModelBundle.load(init, device=str(device))
-        # The initial bundle scores the same pools, for comparison. It also provides the
-        # pooled similarity of the trained bundle, unless a new one is fitted. Both are
-        # possible only if the vision towers and the language models of the two bundles
-        # have the same widths.
-        if (loaded.vision.patch_dim, loaded.joint.width) == (
-            bundle.vision.patch_dim,
-            bundle.joint.width,
-        ):
-            initial = loaded
-            bundle = replace(bundle, pooled=initial.pooled)
     if fitting.pooled_dim:
         pooled = fit_pooled_similarity(
             adapter, bundle.joint, source, fitting.pooled_dim, on_progress
         )
         bundle = replace(bundle, pooled=pooled.to(device).eval())
+    elif init is not None and task.dev is not None:
+        initial = ModelBundle.load(init, device=str(device))
+        # Only a pooled similarity for tokens of the same width fits the trained bundle.
+        if initial.joint.width == bundle.joint.width:
+            bundle = replace(bundle, pooled=initial.pooled)
     score = DirectionWeights()
     logit_range = None
     choices = dict[str, WeightChoice]()
     if task.dev is not None:
         dev = (task.dev, task.dev_data)
-        pools, *before = [
-            dev_pools(each, dev, fitting, on_progress=on_progress)
-            for each in (bundle, initial)
-            if each is not None
-        ]
-        choices = {
-            direction: choose_weights(
-                pools[direction], *(each[direction] for each in before)
-            )
-            for direction in DIRECTIONS
-        }
+        pools = dev_pools(bundle, dev, fitting, on_progress=on_progress)
+        choices = {name: choose_weights(pools[name]) for name in DIRECTIONS}
         score = DirectionWeights(
             **{direction: choice.weights for direction, choice in choices.items()}
         )

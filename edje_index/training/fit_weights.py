@@ -21,7 +21,6 @@ from scipy.special import logsumexp
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.evaluation.pools import score_pairs, split_set
-from edje_index.evaluation.recall import ClusterBootstrap, Estimate
 from edje_index.progress import OnProgress
 from edje_index.scoring.weights import (
     DIRECTIONS,
@@ -166,10 +165,6 @@ class WeightChoice:
         queries: number of queries.
         pool: number of candidates per query.
         logit_range: smallest and largest logit in the pools.
-        start_recall: R@1 by cross-validation, like `held_out_recall`, of the bundle
-            from which the training started; None without such a bundle.
-        change: `held_out_recall` - `start_recall`, with a 95 % confidence interval;
-            None if `start_recall` is None.
     """
 
     weights: ScoreWeights
@@ -180,17 +175,10 @@ class WeightChoice:
     queries: int
     pool: int
     logit_range: tuple[float, float]
-    start_recall: float | None
-    change: Estimate | None
 
 
-def choose_weights(pools: DevPools, start: DevPools | None = None) -> WeightChoice:
-    """Fit the weights of one direction to `pools`, and measure R@1.
-
-    `start` contains the same pools, scored by the bundle from which the training
-    started; None without such a bundle. The R@1 of the two bundles is compared by
-    cross-validation.
-    """
+def choose_weights(pools: DevPools) -> WeightChoice:
+    """Fit the weights of one direction to `pools`, and measure R@1."""
     weights = fit_weights(pools)
     weights = replace(
         weights,
@@ -198,16 +186,8 @@ def choose_weights(pools: DevPools, start: DevPools | None = None) -> WeightChoi
         shares=part_shares(pools, weights),
     )
     held_out_recall = None
-    start_recall = None
-    change = None
     if len(np.unique(pools.images)) > 1:
-        held_out = _held_out_hits(pools)
-        held_out_recall = float(held_out.mean())
-        if start is not None:
-            before = _held_out_hits(start)
-            start_recall = float(before.mean())
-            changes = held_out.astype(np.float64) - before
-            change = ClusterBootstrap(pools.images).estimates(changes[:, None])[0]
+        held_out_recall = float(_held_out_hits(pools).mean())
     by_embedding = ScoreWeights(logit=0.0, embedding=1.0)
     logits = pools.parts[LOGIT]
     return WeightChoice(
@@ -219,8 +199,6 @@ def choose_weights(pools: DevPools, start: DevPools | None = None) -> WeightChoi
         queries=len(pools.right),
         pool=pools.right.shape[1],
         logit_range=(float(logits.min()), float(logits.max())),
-        start_recall=start_recall,
-        change=change,
     )
 
 

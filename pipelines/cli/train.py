@@ -146,20 +146,6 @@ def describe_result(result: TrainResult) -> list[str]:
             f" {cross_validated}{choice['recall']:.1%} with weights fitted to the same"
             " images"
         )
-        if (change := choice.get("change")) is not None:
-            low = 100 * change["low"]
-            high = 100 * change["high"]
-            verdict = "better than"
-            if low <= 0:
-                verdict = "no clear change from"
-            if high < 0:
-                verdict = "WARNING: worse than"
-            lines.append(
-                f"{verdict} the bundle of inputs.init, on dev {queries}: R@1 of"
-                f" {candidates} {choice['start_recall']:.1%} before, {held_out:.1%}"
-                f" after, change {100 * change['value']:+.1f} points"
-                f" [{low:+.1f}, {high:+.1f}]"
-            )
     return lines
 
 

@@ -201,31 +201,6 @@ def test_the_command_of_the_model_card_means_what_its_options_meant():
     assert settings.inputs.index == "train.edje"
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "words"),
-    [
-        (0.01, 0.05, "better than the bundle of inputs.init"),
-        (-0.01, 0.05, "no clear change from the bundle of inputs.init"),
-        (-0.05, -0.01, "WARNING: worse than the bundle of inputs.init"),
-    ],
-)
-def test_a_training_ends_with_a_comparison_with_its_start(low, high, words):
-    choice = {
-        "queries": 200,
-        "pool": 20,
-        "embedding_recall": 0.4,
-        "held_out_recall": 0.5,
-        "recall": 0.52,
-        "start_recall": 0.5 - (low + high) / 2,
-        "change": {"value": (low + high) / 2, "low": low, "high": high},
-    }
-    counts = {"images": 6, "captions": 6, "left_out": {}, "steps": 2, "seconds": 1.0}
-    result = TrainResult("b", "f", "r", dev={"images": choice}, **counts)
-    line = describe_result(result)[-1]
-    assert line.startswith(words)
-    assert f"[{100 * low:+.1f}, {100 * high:+.1f}]" in line
-
-
 def test_skipped_steps_are_shown_and_a_seed_has_a_limit():
     counts = {"images": 6, "captions": 6, "left_out": {}, "steps": 9, "seconds": 1.0}
     result = TrainResult("b", "f", "r", last={"skipped": 2}, **counts)

@@ -130,19 +130,3 @@ def test_held_out_queries_are_scored_with_weights_of_other_images():
         )
         hits.append(pools.right[query][final.argmax()])
     assert choose_weights(pools).held_out_recall == pytest.approx(np.mean(hits))
-
-
-def test_a_bundle_is_compared_with_the_one_that_training_began_from():
-    better = noisy_pools({"embedding": 6.0})
-    rng = np.random.default_rng(1)
-    noise = rng.normal(size=better.right.shape).astype(np.float32)
-    worse = replace(better, parts={**better.parts, "embedding": noise})
-    choice = choose_weights(worse, start=better)
-    assert choice.start_recall == choose_weights(better).held_out_recall
-    assert choice.change.value == pytest.approx(
-        choice.held_out_recall - choice.start_recall
-    )
-    assert choice.change.low <= choice.change.value <= choice.change.high < 0
-    same = choose_weights(better, start=better).change
-    assert (same.value, same.low, same.high) == (0, 0, 0)
-    assert choose_weights(better).change is None
