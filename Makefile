@@ -82,7 +82,11 @@ release: $(VENV)/.release
 # `make image CONTAINER_TOOL=podman` uses podman.
 image:
 	$(CONTAINER_TOOL) build --file deploy/Dockerfile --tag edje-index .
-	$(CONTAINER_TOOL) run --rm --read-only --tmpfs /tmp --cap-drop ALL --volume "$(CURDIR)/tests/golden/release_0_1:/data:ro" \
+	rm -rf build/image
+	mkdir -p build
+	cp -r tests/golden/release_0_1 build/image
+	$(BIN)/edje-index upgrade build/image/index
+	$(CONTAINER_TOOL) run --rm --read-only --tmpfs /tmp --cap-drop ALL --volume "$(CURDIR)/build/image:/data:ro" \
 	  --entrypoint /opt/edje-index/bin/edje-index edje-index search /data/index "a dog" --model /data/model -k 2
 
 lint: $(VENV)/.test

@@ -528,12 +528,6 @@ def collect_garbage(
         change = IndexChange(layout, open_at(layout), "gc", None)
         if earlier is not None:
             _discard(change, earlier, notify)
-        # An erasure calls this function to remove all traces of deleted rows, and
-        # `hashes/` may hold their content hashes. The next append writes the files
-        # again.
-        layout.remove(layout.names(layout.hashes))
-        # An earlier version of the package recorded the times of checks.
-        layout.remove([layout.root / "verified.bin"])
         remove_build(layout)
         current = change.index.manifest
         numbers = earlier_snapshots(layout.names(layout.snapshots), current)

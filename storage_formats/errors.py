@@ -21,9 +21,9 @@ class EdjeError(Exception):
         remedy: a word that tells a program what to do. "verify": call `verify_index`,
             which lists all damage. "ann": call `add_ann`, which builds the missing
             nearest-neighbour index. "discard": call `remove_snapshots`, which discards
-            the unfinished change. None if the message itself says what to do. The
-            command line adds the matching command to the message; `pipelines.cli.main`
-            lists all words.
+            the unfinished change. "upgrade": call `upgrade_index`. None if the message
+            itself says what to do. The command line adds the matching command to the
+            message; `pipelines.cli.main` lists all words.
 
     Examples:
         >>> from storage_formats import EdjeError, TokenStore

@@ -6,22 +6,17 @@ import os
 from collections.abc import Iterator, Mapping
 
 import numpy as np
+import pyarrow as pa
 
 from storage_formats.arrays import Bools
 from storage_formats.codecs import Codec, codec, fill_record
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.checksum import crc32c_rows, read_checksums
-from storage_formats.format.edits import Edits
 from storage_formats.format.file_check import FileEntry, Problem, check_file
 from storage_formats.format.index_files import IndexFile
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import Counts, Manifest
-from storage_formats.format.rows import (
-    DUPLICATE,
-    INDEXED,
-    failures_by_reason,
-    read_shard_rows,
-)
+from storage_formats.format.rows import DUPLICATE, INDEXED, failures_by_reason
 from storage_formats.format.zarr_metadata import shard_index_bytes
 from storage_formats.reading.embeddings import read_shard_embeddings
 
@@ -29,10 +24,8 @@ _PIECE_BYTES = 8 << 20
 
 
 def shard_paths(layout: Layout, spec: IndexSpec, shard: int) -> list[str]:
-    """Return the paths of the files of a shard, relative to the index. The first path
-    is that of the rows table.
-    """
-    paths = [layout.rows_file(shard), layout.embedding_shard(shard)]
+    """Return the paths of the files of a shard, relative to the index."""
+    paths = [layout.embedding_shard(shard)]
     for name in spec.precisions:
         ndim = len(codec(name, spec.block_shape).record_shape)
         paths += [layout.token_shard(name, shard, ndim), layout.checksums(name, shard)]
@@ -42,21 +35,22 @@ def shard_paths(layout: Layout, spec: IndexSpec, shard: int) -> list[str]:
 def check_shard(
     layout: Layout,
     manifest: Manifest,
-    edits: Edits,
     shard: int,
     files: Mapping[str, FileEntry],
+    rows: pa.Table | None,
 ) -> tuple[list[Problem], Counts]:
     """Check all files of a shard.
 
     Args:
         files: entries of the shard in the shard table, keyed by path.
+        rows: the columns `status` and `reason` of the rows of the shard; None if they
+            cannot be read.
 
     Returns:
-        The problems, and the counts of the inputs of the shard. If the rows table
-        cannot be read, all counts are 0.
+        The problems, and the counts of the inputs of the shard. Without `rows`, all
+        counts are 0.
     """
     spec = manifest.spec
-    rows = spec.shard_rows(shard)
     expected = shard_paths(layout, spec, shard)
     problems = list[Problem]()
     for path in expected:
@@ -77,33 +71,18 @@ def check_shard(
 
     counts = Counts(0, 0, 0)
     indexed = None
-    where = layout.relative(layout.rows_file(shard))
-    if where not in {problem.path for problem in problems}:
-        try:
-            table = read_shard_rows(
-                layout, shard, source_columns=manifest.columns, edits=edits
-            )
-            # The number of rows is compared first, because a damaged table may have so
-            # many rows that a list of them does not fit in memory.
-            if len(table) != len(rows) or table["row_id"].to_pylist() != list(rows):
-                raise CorruptIndexError(
-                    f"the rows table must contain every row id from {rows.start} to"
-                    f" {rows.stop - 1} once, in ascending order"
-                )
-        except CorruptIndexError as error:
-            message = (
-                f"cannot be read: {error.__cause__}" if error.__cause__ else str(error)
-            )
-            problems.append(Problem(where, "rows", message))
-        else:
-            statuses = table["status"].to_pylist()
-            failed = failures_by_reason(table)
-            counts = Counts(
-                len(rows), statuses.count(INDEXED), statuses.count(DUPLICATE), failed
-            )
-            indexed = np.array([status == INDEXED for status in statuses])
-            if problem_of_counts := counts.problem():
-                problems.append(Problem(where, "counts", problem_of_counts))
+    if rows is not None:
+        statuses = rows["status"].to_pylist()
+        counts = Counts(
+            len(rows),
+            statuses.count(INDEXED),
+            statuses.count(DUPLICATE),
+            failures_by_reason(rows),
+        )
+        indexed = np.array([status == INDEXED for status in statuses])
+        if problem_of_counts := counts.problem():
+            where = f"shard {shard} of the rows"
+            problems.append(Problem(where, "counts", problem_of_counts))
     for name in spec.precisions:
         problems += _check_tokens(
             layout, spec, shard, codec(name, spec.block_shape), indexed

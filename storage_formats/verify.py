@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import itertools
@@ -10,6 +11,7 @@ import math
 import random
 import re
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, replace
@@ -35,6 +37,7 @@ from storage_formats.format.remote import (
     is_changing,
     read_root,
 )
+from storage_formats.format.rows import iter_row_groups, read_index_rows
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.remote.objects import ObjectFolder
 from storage_formats.remote.urls import STORE_SCHEMES, IndexLocation, is_url
@@ -50,9 +53,9 @@ _THREADS = 4
 _GROUP_SHARDS = 64
 _MAX_ZARR_BYTES = 1 << 20
 _PROBLEMS_SHOWN = 3
-# Files that readers no longer need: a conversion leaves the earlier shard tables for
-# readers that have the index open, and earlier versions of the package wrote row maps.
-_LEFT_BEHIND = re.compile(r"manifest/(shards|row-map)-[0-9a-f]{8}\.parquet")
+# Files that no snapshot names: a conversion leaves the earlier shard tables for readers
+# that have the index open.
+_LEFT_BEHIND = re.compile(r"manifest/shards-[0-9a-f]{8}\.parquet")
 
 
 def verify_index(
@@ -201,29 +204,22 @@ def _problems(
                 yield item
 
     problems = list(_check_metadata(index))
-    # If a file of edits is damaged, `readable` is the index without edits, so that its
-    # rows tables can still be read and checked.
-    readable = index
-    for entry in manifest.edits:
-        try:
-            _ = replace(index, manifest=replace(manifest, edits=(entry,))).edits
-        except CorruptIndexError as error:
-            problems.append(Problem(entry.path, "edits", str(error)))
-            readable = replace(index, manifest=replace(manifest, edits=()))
     counts = Counts(0, 0, 0)
-    check = functools.partial(_check_shard, readable)
+    rows_files = _RowsFiles(index)
+    check = functools.partial(_check_shard, index, rows_files)
     checked = ordered_map(check, items(), _THREADS, 2 * _THREADS)
     for done, (shard_problems, shard_counts) in enumerate(checked, 1):
         problems += shard_problems
         counts = add_counts(counts, shard_counts)
         if on_progress:
             on_progress(done, len(shards))
-    # If a rows table cannot be read, its rows are missing from `counts`, so the totals
+    problems += filter(None, rows_files.checked.values())
+    # If a rows file cannot be read, its rows are missing from `counts`, so the totals
     # cannot be compared.
     is_complete = checks_all and counts.inputs == manifest.spec.used_rows
     if is_complete and counts != manifest.counts:
         message = (
-            f"lists the counts {asdict(manifest.counts)}, but the rows tables have"
+            f"lists the counts {asdict(manifest.counts)}, but the rows have"
             f" {asdict(counts)}"
         )
         problems.append(Problem(ROOT, "counts", message))
@@ -234,7 +230,9 @@ def _problems(
 
 
 def _check_shard(
-    index: CommittedIndex, item: tuple[int, Mapping[str, FileEntry]]
+    index: CommittedIndex,
+    rows_files: _RowsFiles,
+    item: tuple[int, Mapping[str, FileEntry]],
 ) -> tuple[list[Problem], Counts]:
     """Check a shard with `check_shard`. If the index is on an object store, the files
     of the shard are downloaded first.
@@ -249,8 +247,49 @@ def _check_shard(
     layout = index.layout
     manifest = index.manifest
     paths = shard_paths(layout, manifest.spec, shard)
+    rows = None
+    if rows_files.problem(shard) is None:
+        row_ids = manifest.spec.shard_rows(shard)
+        rows = read_index_rows(index.undeleted(), row_ids, ["status", "reason"])
     with files_here(index, [files[path] for path in paths if path in files]):
-        return check_shard(layout, manifest, index.edits, shard, files)
+        return check_shard(layout, manifest, shard, files, rows)
+
+
+class _RowsFiles:
+    """Checks each rows file of an index once, when the first of its shards is checked.
+    Thread-safe.
+
+    Attributes:
+        checked: the problem of each checked file, or None, by position in `rows_files`.
+    """
+
+    def __init__(self, index: CommittedIndex) -> None:
+        self._index = index
+        self._first_shards = [each.first_shard for each in index.manifest.rows_files]
+        self._lock = threading.Lock()
+        self.checked: dict[int, Problem | None] = {}
+
+    def problem(self, shard: int) -> Problem | None:
+        """Return the problem of the file with the rows of `shard`."""
+        position = bisect.bisect_right(self._first_shards, shard) - 1
+        with self._lock:
+            if position not in self.checked:
+                self.checked[position] = self._check(position)
+            return self.checked[position]
+
+    def _check(self, position: int) -> Problem | None:
+        index = self._index
+        entry = index.manifest.rows_files[position].file
+        # A file of an object store is compared while `iter_row_groups` downloads it.
+        if index.remote is None and (problem := check_file(index.root, entry)):
+            return problem
+        try:
+            for _ in iter_row_groups(index, files=[position]):
+                pass
+        except CorruptIndexError as error:
+            message = f"cannot be read: {error.__cause__ or error}"
+            return _check_file(index, entry) or Problem(entry.path, "rows", message)
+        return None
 
 
 @contextlib.contextmanager
@@ -349,7 +388,7 @@ def _check_metadata(index: CommittedIndex) -> Iterator[Problem]:
 
 
 def _check_own_files(index: CommittedIndex, *, checks_all: bool) -> Iterator[Problem]:
-    """Check the files that no shard table lists, except the files of edits and each
+    """Check the files that no shard table lists, except the rows files and each
     `zarr.json`, which `_problems` checks.
     """
     manifest = index.manifest
@@ -361,8 +400,12 @@ def _check_own_files(index: CommittedIndex, *, checks_all: bool) -> Iterator[Pro
             "deleted-rows",
             str(error),
         )
-    tables = (*manifest.shard_tables, *filter(None, manifest.filter_tables))
-    for entry in (*manifest.offset_files, *tables):
+    try:
+        _ = index.removed
+    except CorruptIndexError as error:
+        path = manifest.removed.path if manifest.removed else ""
+        yield Problem(path, "removed-inputs", str(error))
+    for entry in (*manifest.offset_files, *manifest.shard_tables):
         if problem := _check_file(index, entry):
             yield problem
     for entry in manifest.ann_files:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import gc
 import os
 import shutil
@@ -19,16 +21,17 @@ from hypothesis import HealthCheck, settings
 
 from storage_formats.change import begin_index, remove_build, write_array_shapes
 from storage_formats.format.layout import IndexSpec
-from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.places import Directory
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import (
     DUPLICATE,
     RowEntry,
-    iter_stored_rows,
+    iter_row_groups,
     rows_table,
 )
 from storage_formats.format.source_columns import SourceColumn
+from storage_formats.upgrade import upgrade_index
 from storage_formats.verify import verify_index
 from storage_formats.writing.publish import new_manifest
 from storage_formats.writing.shard_writer import ShardWriter
@@ -280,6 +283,25 @@ def proxy(server, monkeypatch):
         yield running
 
 
+@functools.cache
+def golden_index() -> Path:
+    """Return the path of an upgraded copy of the index of release 0.1."""
+    folder = Path(tempfile.mkdtemp(prefix="edje-golden-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    root = folder / "index"
+    shutil.copytree(REPO / "tests/golden/release_0_1/index", root)
+    upgrade_index(root)
+    return root
+
+
+def rows_path(root: Path, row_id: int = 0) -> Path:
+    """Return the path of the rows file with a row."""
+    manifest = Manifest.load(root)
+    shard = row_id // manifest.spec.shard_size
+    files = [each.file for each in manifest.rows_files if each.first_shard <= shard]
+    return root / files[-1].path
+
+
 def problems_and_counts(root: Path) -> list[object]:
     """Return the problems of an index, and the names of the source columns with another
     number of values than `index.json` lists.
@@ -288,7 +310,7 @@ def problems_and_counts(root: Path) -> list[object]:
     columns = index.manifest.columns
     names = [column.name for column in columns]
     counts = dict.fromkeys(names, 0)
-    for table in iter_stored_rows(index, names):
+    for table in iter_row_groups(index, ["row_id", *names]):
         for name in names:
             counts[name] += len(table) - table[name].null_count
     miscounted = [each.name for each in columns if each.values != counts[each.name]]

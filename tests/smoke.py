@@ -94,11 +94,20 @@ def expect(condition: bool, message: str) -> None:
         raise SystemExit(message)
 
 
+def release_index(installed: Installation) -> Path:
+    """Return the path of the upgraded index of the first release."""
+    path = installed.folder / "release.edje"
+    if not path.exists():
+        shutil.copytree(RELEASE / "index", path)
+        installed.edje("upgrade", path)
+    return path
+
+
 def read_quantize_verify(installed: Installation) -> None:
     """Fetch, quantize and verify without any extra. `search` names the extra that
     it lacks.
     """
-    shutil.copytree(RELEASE / "index", installed.folder / "photos.edje")
+    shutil.copytree(release_index(installed), installed.folder / "photos.edje")
     expect(
         "(3, 4, 16)" in installed.run("python", "-c", FETCH, "photos.edje"),
         "the fetched blocks have another shape",
@@ -116,7 +125,12 @@ def read_quantize_verify(installed: Installation) -> None:
 def search(installed: Installation) -> None:
     """Search the index of the first release with its model."""
     found = installed.edje(
-        "search", RELEASE / "index", "a dog", "--model", RELEASE / "model", "--json"
+        "search",
+        release_index(installed),
+        "a dog",
+        "--model",
+        RELEASE / "model",
+        "--json",
     )
     expect(len(json.loads(found)["hits"]) == 10, found)
 
@@ -203,16 +217,18 @@ def video(installed: Installation) -> None:
 def remote(installed: Installation) -> None:
     """Copy an index from a web server."""
     with web_server() as server:
-        for path in RELEASE.rglob("*"):
+        index = release_index(installed)
+        for path in index.rglob("*"):
             if path.is_file():
-                server.files[f"/{path.relative_to(RELEASE)}"] = path.read_bytes()
+                server.files[f"/index/{path.relative_to(index)}"] = path.read_bytes()
         installed.edje("copy", f"{server.url}/index", "copied.edje")
     expect("sound" in installed.edje("verify", "copied.edje"), "the copy is not sound")
 
 
 def serve(installed: Installation) -> None:
     """Start the service, and send it a search."""
-    words = ["serve", RELEASE / "index", "--model", RELEASE / "model", "--port", "0"]
+    index = release_index(installed)
+    words = ["serve", index, "--model", RELEASE / "model", "--port", "0"]
     command = [installed.programs / "edje-index", *words]
     with subprocess.Popen(
         command,

@@ -14,9 +14,9 @@ import tomllib
 import pytest
 
 from storage_formats.extras import DISTRIBUTIONS, EXTRAS_OF_MODULE
-from tests.conftest import REPO
+from tests.conftest import REPO, golden_index
 
-INDEX = REPO / "tests" / "golden" / "release_0_1" / "index"
+INDEX = golden_index()
 BLOCK = """
 import sys
 
@@ -35,7 +35,7 @@ COMMANDS = {
         "--out",
         "{tmp}/out",
         "--model",
-        str(INDEX.parent / "model"),
+        str(REPO / "tests/golden/release_0_1/model"),
     ],
     "train": [
         "train",

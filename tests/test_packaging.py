@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 
 import edje_index
-from tests.conftest import REPO
+from tests.conftest import REPO, golden_index
 from tests.smoke import CHECKS, NOT_CHECKED, extras
 
-INDEX = REPO / "tests" / "golden" / "release_0_1" / "index"
+INDEX = golden_index()
 LIGHT = {
     "click",
     "edje-index",

@@ -2,7 +2,7 @@
 of shards.
 
 All shards have the same tokens and embeddings: their files are hard links to those of
-the first shard. Only the rows files differ, because they contain row ids.
+the first shard. Only the rows differ, because they contain row ids.
 """
 
 from __future__ import annotations
@@ -16,55 +16,55 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.synthetic import make_synthetic
-from storage_formats.format.layout import IndexSpec
+from storage_formats.change import remove_build
+from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.places import Directory
-from storage_formats.format.rows import read_shard_rows, write_rows
+from storage_formats.format.rows import iter_row_groups, write_rows
 from storage_formats.format.shard_table import FileEntry, write_shard_table
+from storage_formats.writing.rows_files import write_rows_files
 
 # ext4 allows 65,000
 _LINKS = 60_000
 
 
-def make_wide_index(
-    root: Path, shards: int, spec: IndexSpec, *, rows_files: bool = False
-) -> Path:
-    """Write an index of `shards` copies of the single shard that `spec` describes.
-
-    Args:
-        rows_files: whether each shard gets a rows file with its own row ids. Otherwise
-            the rows files are links too, and filters find only the rows of shard 0.
-    """
+def make_wide_index(root: Path, shards: int, spec: IndexSpec) -> Path:
+    """Write an index of `shards` copies of the single shard that `spec` describes."""
     make_synthetic(root, spec)
     layout = Directory(root)
     index = CommittedIndex.open(root)
     entries = [entry for _, entry in index.shard_files()]
-    rows = read_shard_rows(layout, 0)
+    rows = next(iter_row_groups(index))
     lines = [(0, entry) for entry in entries]
     for shard in range(1, shards):
         for entry in entries:
             path = Path(_renamed(entry.path, shard))
-            if rows_files and entry.path.startswith("rows/"):
-                row_ids = np.arange(spec.shard_size) + shard * spec.shard_size
-                table = rows.set_column(0, "row_id", pa.array(row_ids))
-                write_rows(root / path, table.cast(rows.schema))
-                lines.append((shard, FileEntry.of(layout, root / path)))
+            # a new copy before the file system refuses more links
+            source = _renamed(entry.path, shard - shard % _LINKS)
+            if source == path.as_posix():
+                shutil.copyfile(root / entry.path, root / path)
             else:
-                # a new copy before the file system refuses more links
-                source = _renamed(entry.path, shard - shard % _LINKS)
-                if source == path.as_posix():
-                    shutil.copyfile(root / entry.path, root / path)
-                else:
-                    os.link(root / source, root / path)
-                lines.append((shard, replace(entry, path=path.as_posix())))
+                os.link(root / source, root / path)
+            lines.append((shard, replace(entry, path=path.as_posix())))
+    staged: dict[int, tuple[Layout, FileEntry]] = {}
+    layout.staged_rows(0).parent.mkdir(parents=True, exist_ok=True)
+    for shard in range(shards):
+        row_ids = np.arange(spec.shard_size) + shard * spec.shard_size
+        table = rows.set_column(0, "row_id", pa.array(row_ids)).cast(rows.schema)
+        write_rows(layout.staged_rows(shard), table)
+        entry = FileEntry.of(layout, layout.staged_rows(shard))
+        staged[shard] = (layout, entry)
     manifest = index.manifest
     rows_in_all = shards * spec.shard_size
+    wide = replace(manifest.spec, rows=rows_in_all, segments=())
     replace(
         manifest,
-        spec=replace(manifest.spec, rows=rows_in_all, segments=()),
+        spec=wide,
+        rows_files=write_rows_files(layout, wide, manifest.columns, staged),
         counts=replace(manifest.counts, inputs=rows_in_all, indexed=rows_in_all),
         shard_tables=(write_shard_table(layout, lines),),
     ).write(layout)
+    remove_build(layout)
     return root
 
 

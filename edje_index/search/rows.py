@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
+import bisect
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -16,20 +14,21 @@ import pyarrow as pa
 from storage_formats.arguments import as_text
 from storage_formats.arrays import Bools, Ints
 from storage_formats.atomic import Json
-from storage_formats.errors import CorruptIndexError, EdjeError
+from storage_formats.errors import EdjeError
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.filter_tables import filter_schema, iter_filter_table
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.rows import check_names, iter_stored_rows, row_schema
+from storage_formats.format.rows import (
+    check_names,
+    iter_row_groups,
+    row_ids_of,
+    row_schema,
+)
 from storage_formats.format.source_columns import caption_columns
 
-# largest total size of the columns that stay in memory, in bytes
+# largest total size of the row groups that stay in memory, in bytes
 _CACHED_BYTES = 256 << 20
 # largest number of filters whose results stay in memory
 _CACHED_FILTERS = 16
-# A filter table is one file with columns of many shards. If the file has at most this
-# size in bytes, it is also read for the columns of hits.
-_GROUPED_BYTES = 64 << 20
 
 
 class FilterTimeoutError(EdjeError):
@@ -39,9 +38,9 @@ class FilterTimeoutError(EdjeError):
 class IndexRows:
     """The rows table of one snapshot. Thread-safe.
 
-    A column of a shard is read when it is first needed. Up to 256 MiB of columns and
-    the results of the last 16 filters stay in memory, because opening a Parquet file
-    takes more time than the rest of a search.
+    The columns of a row group are read when they are first needed. Up to 256 MiB of
+    columns and the results of the last 16 filters stay in memory, because opening a
+    Parquet file takes more time than the rest of a search.
 
     Args:
         index: an open index.
@@ -60,7 +59,10 @@ class IndexRows:
             columns = caption_columns(index.manifest.columns)
         check_names(columns, self.schema.names)
         self._described = list(dict.fromkeys(columns))
-        self._columns: OrderedDict[tuple[int, str], pa.Array] = OrderedDict()
+        # the columns of row groups that are in memory, by the first row id, the least
+        # recently used first; and these row ids, ascending
+        self._groups: OrderedDict[int, pa.Table] = OrderedDict()
+        self._first_rows: list[int] = []
         self._bytes = 0
         self._results: OrderedDict[str, Bools] = OrderedDict()
         self._lock = threading.Lock()
@@ -88,21 +90,20 @@ class IndexRows:
             UsageError: the rows table has no such column.
             CorruptIndexError: a file of `rows/` is damaged.
         """
-        size = self._index.manifest.spec.shard_size
         names = self._described
         if columns is not None:
             check_names(columns, self.schema.names)
             names = list(dict.fromkeys(columns))
-        shards = sorted({row // size for row in row_ids.tolist()})
-        read = list(dict.fromkeys(["uri", *names]))
-        self._read_groups(shards, read)
-        tables = dict(zip(shards, self._tables(shards, read), strict=True))
-        described = []
-        for row in row_ids.tolist():
-            columns_of_shard = zip(read, tables[row // size], strict=True)
-            values = {name: each[row % size].as_py() for name, each in columns_of_shard}
-            described.append((values["uri"], {name: values[name] for name in names}))
-        return described
+        wanted = np.unique(row_ids)
+        described: dict[int, tuple[str, Json]] = {}
+        for table in self._tables(wanted, list(dict.fromkeys(["uri", *names]))):
+            of_table = row_ids_of(table)
+            start, stop = np.searchsorted(wanted, [of_table[0], of_table[-1] + 1])
+            for row_id in wanted[start:stop].tolist():
+                position = int(np.searchsorted(of_table, row_id))
+                values = {name: table[name][position].as_py() for name in names}
+                described[row_id] = (table["uri"][position].as_py(), values)
+        return [described[row_id] for row_id in row_ids.tolist()]
 
     @name_missing_extra("search")
     def passing(self, where: str, until: float = float("inf")) -> Bools:
@@ -130,133 +131,64 @@ class IndexRows:
         with self._filtering:
             if where not in self._results:
                 mask = np.zeros(spec.rows, dtype=np.bool_)
-                for table in self._parts(columns):
+                read = dict.fromkeys(["row_id", *columns])
+                for table in iter_row_groups(self._index, read):
                     if time.monotonic() > until:
                         raise FilterTimeoutError(
                             "the filter took too long; write a simpler filter or try"
                             " again later"
                         )
-                    mask[table["row_id"].to_numpy()] = passes(table)
+                    mask[row_ids_of(table)] = passes(table)
                 mask[self._index.deleted.row_ids] = False
                 self._results[where] = mask
                 while len(self._results) > _CACHED_FILTERS:
                     self._results.popitem(last=False)
             return self._results[where]
 
-    def _parts(self, names: Sequence[str]) -> Iterator[pa.Table]:
-        """Yield tables with the columns `row_id` and `names`. Together, the tables
-        contain all rows.
-
-        A segment is a range of rows, in shards of its own. The rows are read from the
-        filter table of the segment, which is one file. If the segment has no filter
-        table, or if filter tables lack one of the columns, one file per shard is read.
+    def _tables(self, row_ids: Ints, names: Sequence[str]) -> list[pa.Table]:
+        """Return the row groups with the rows `row_ids`, int64 [k], ascending. Each has
+        the column `row_id` and at least the columns `names`.
         """
-        names = [name for name in names if name != "row_id"]
-        manifest = self._index.manifest
-        spec = manifest.spec
-        shards: list[int] = []
-        has_columns = {*names} <= {*filter_schema(manifest.columns).names}
-        filters = manifest.filter_tables or [None] * len(spec.used_segments)
-        for segment, entry in zip(spec.used_segments, filters, strict=True):
-            try:
-                if has_columns and entry is not None:
-                    yield from iter_filter_table(self._index, segment, entry, names)
-                    continue
-            except CorruptIndexError:
-                # The filter table is damaged. The files of rows/, which have the same
-                # values, are read in its place.
-                pass
-            shards += spec.segment_shards(segment)
-        for shard, columns in zip(shards, self._tables(shards, names), strict=True):
-            row_ids = np.array(spec.shard_rows(shard))
-            try:
-                table = pa.table([row_ids, *columns], ["row_id", *names])
-            except pa.ArrowInvalid as error:
-                raise CorruptIndexError(
-                    f"the file of shard {shard} in rows/ has too few or too many rows",
-                    remedy="verify",
-                ) from error
-            yield table
-
-    def _read_groups(self, shards: Sequence[int], names: Sequence[str]) -> None:
-        """Read those row groups of the filter tables that contain `shards`, and keep
-        their columns `names` in memory.
-
-        A row group contains many shards. A later search with hits in other shards often
-        finds them in memory.
-        """
-        manifest = self._index.manifest
-        spec = manifest.spec
+        tables: dict[int, pa.Table] = {}
+        missing = []
+        read = {"row_id", *names}
         with self._lock:
-            missing = [
-                shard
-                for shard in shards
-                if any((shard, name) not in self._columns for name in names)
-            ]
-        if not missing or not manifest.filter_tables:
-            return
-        if not {*names} <= {*filter_schema(manifest.columns).names}:
-            return
-        for segment, entry in zip(
-            spec.used_segments, manifest.filter_tables, strict=True
-        ):
-            of_segment = spec.segment_shards(segment)
-            first_rows = [
-                spec.shard_rows(shard).start for shard in missing if shard in of_segment
-            ]
-            if not first_rows or entry is None or entry.bytes > _GROUPED_BYTES:
-                continue
-            # If the filter table is damaged, `_tables` reads the same values from the
-            # files of rows/.
-            with contextlib.suppress(CorruptIndexError):
-                for table in iter_filter_table(
-                    self._index, segment, entry, names, first_rows
-                ):
-                    first = table["row_id"][0].as_py() // spec.shard_size
-                    columns = [table[name].combine_chunks() for name in names]
-                    for start in range(0, len(table), spec.shard_size):
-                        shard = first + start // spec.shard_size
-                        stop = min(start + spec.shard_size, len(table))
-                        # A slice would hold the memory of the whole row group.
-                        row_indices = pa.array(range(start, stop))
-                        parts = [each.take(row_indices) for each in columns]
-                        self._keep(shard, names, parts)
+            for row_id in row_ids.tolist():
+                number = bisect.bisect_right(self._first_rows, row_id) - 1
+                first = self._first_rows[number] if number >= 0 else -1
+                if first not in tables and first >= 0:
+                    table = self._groups[first]
+                    # The row may be in a later row group, which is not in memory.
+                    if row_id > table["row_id"][-1].as_py():
+                        missing.append(row_id)
+                    elif not {*names} <= {*table.column_names}:
+                        missing.append(row_id)
+                        read.update(table.column_names)
+                    else:
+                        tables[first] = table
+                        self._groups.move_to_end(first)
+                elif first < 0 or row_id > tables[first]["row_id"][-1].as_py():
+                    missing.append(row_id)
+        if missing:
+            wanted = np.array(missing, np.int64)
+            for table in iter_row_groups(self._index, read, wanted):
+                first = table["row_id"][0].as_py()
+                tables[first] = table
+                self._keep(first, table)
+        return list(tables.values())
 
-    def _tables(
-        self, shards: Sequence[int], names: Sequence[str]
-    ) -> Iterator[list[pa.Array]]:
-        """Yield a list with the columns `names` for each of `shards`, which must
-        ascend. Columns that are in memory are not read again.
+    def _keep(self, first: int, table: pa.Table) -> None:
+        """Keep a row group in memory. If the row groups in memory then exceed
+        `_CACHED_BYTES`, the least recently used ones are removed.
         """
         with self._lock:
-            held: dict[int, list[Any]] = {
-                shard: [self._columns.get((shard, name)) for name in names]
-                for shard in shards
-            }
-            for shard, name in itertools.product(shards, names):
-                if (shard, name) in self._columns:
-                    self._columns.move_to_end((shard, name))
-        missing = [shard for shard, columns in held.items() if None in columns]
-        read = iter_stored_rows(self._index, names, missing)
-        for shard in shards:
-            if None in held[shard]:
-                held[shard] = [column.combine_chunks() for column in next(read).columns]
-                self._keep(shard, names, held[shard])
-            yield held.pop(shard)
-
-    def _keep(
-        self,
-        shard: int,
-        names: Sequence[str],
-        columns: Sequence[pa.Array],
-    ) -> None:
-        """Keep the columns `names` of a shard in memory. If the columns in memory then
-        exceed `_CACHED_BYTES`, the least recently used columns are removed.
-        """
-        with self._lock:
-            for name, column in zip(names, columns, strict=True):
-                if (shard, name) not in self._columns:
-                    self._bytes += column.nbytes
-                self._columns[shard, name] = column
+            if first in self._groups:
+                self._bytes -= self._groups.pop(first).nbytes
+            else:
+                bisect.insort(self._first_rows, first)
+            self._groups[first] = table
+            self._bytes += table.nbytes
             while self._bytes > _CACHED_BYTES:
-                self._bytes -= self._columns.popitem(last=False)[1].nbytes
+                oldest, removed = self._groups.popitem(last=False)
+                self._first_rows.remove(oldest)
+                self._bytes -= removed.nbytes

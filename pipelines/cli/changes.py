@@ -62,19 +62,20 @@ def delete(job: Job) -> Iterator[str]:
     yield f"{line}; {result.left:,} left"
 
 
-@command(settings="--set")
+@command(settings="--set", unset="--unset")
 def edit(
     index: IndexLocation,
     *,
     rows: Sequence[str],
-    settings: Sequence[str],
+    settings: Sequence[str] = (),
+    unset: Sequence[str] = (),
     new_column: bool = False,
 ) -> None:
     """Set columns of rows of INDEX, such as captions, titles or licences.
 
-    No image is encoded: the new values are written to a small file, and searches and
-    filters see them at once. A new COLUMN is added. 'edje-index rollback' undoes the
-    edit.
+    No image is encoded, and searches and filters see the new values at once. A new
+    COLUMN is added. The values stay, also if an update finds others in the sources,
+    until --unset takes them back. 'edje-index rollback' undoes the edit.
 
     \b
     Examples:
@@ -82,12 +83,14 @@ def edit(
       edje-index edit photos.edje --rows "uri like '%/2019/%'" --set 'year=2019'
       edje-index edit photos.edje --rows 17 --set 'captions=a dog on a beach'
       edje-index edit photos.edje --rows "licence = 'unknown'" --set 'licence='
+      edje-index edit photos.edje --rows 17 --unset title
 
     Args:
         rows: row id, or a filter such as "uri like '%/2019/%'" that selects rows;
             repeatable.
         settings: new value of a column, as COLUMN=VALUE; repeatable. COLUMN= removes
             the value. A repeated COLUMN gets a list of texts.
+        unset: COLUMN whose value becomes again what the sources gave last; repeatable.
         new_column: add COLUMN even if its name is similar to that of a column.
     """
     from pipelines.jobs.snapshots import set_columns
@@ -118,6 +121,7 @@ def edit(
         columns,
         resume=index,
         where=" or ".join(filters) or None,
+        unset=unset,
         similar_names=new_column,
     )
     names = ", ".join(result.columns)
@@ -340,6 +344,29 @@ def gc(job: Job) -> Iterator[str]:
     files = f"{counted(removal.files, 'file')} of {human_bytes(removal.bytes)}"
     snapshots = counted(len(removal.snapshots), "snapshot")
     yield f"{job.given['index']}: {snapshots} and {files} removed"
+
+
+@command("storage_formats.upgrade:upgrade_index")
+def upgrade(job: Job) -> Iterator[str]:
+    """Upgrade INDEX, which an earlier version of edje-index wrote, so that this version
+    can read it.
+
+    The tables of rows are written anew. Tokens and embeddings stay as they are, and
+    earlier snapshots are kept. An interrupted change is discarded. Any change of INDEX
+    upgrades it, too. Run the same command again to finish an interrupted upgrade.
+
+    \b
+    Example:
+      edje-index upgrade photos.edje
+    """
+    upgraded = job.run()
+    index = job.given["index"]
+    job.result = {"index": str(index), "upgraded": upgraded}
+    yield (
+        f"{index}: {counted(upgraded, 'snapshot')} upgraded"
+        if upgraded
+        else f"{index}: nothing to upgrade"
+    )
 
 
 def _share(sample: str) -> float:

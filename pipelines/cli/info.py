@@ -304,7 +304,7 @@ def failed_rows(index: IndexLocation) -> Iterator[Json]:
     """
     from storage_formats.format.journal import unfinished_journal
     from storage_formats.format.remote import open_index
-    from storage_formats.format.rows import FAILED, iter_rows, read_shard_rows
+    from storage_formats.format.rows import FAILED, iter_rows, read_staged_rows
     from storage_formats.remote.urls import is_url
 
     layout = Layout(Path(index))
@@ -313,7 +313,7 @@ def failed_rows(index: IndexLocation) -> Iterator[Json]:
         tables = iter_rows(open_index(index), columns)
     else:
         shards = sorted(int(path.stem) for path in layout.receipts.glob("*.json"))
-        tables = (read_shard_rows(layout, shard, columns) for shard in shards)
+        tables = (read_staged_rows(layout, shard, columns) for shard in shards)
     for table in tables:
         for row in table.to_pylist():
             if row.pop("status") == FAILED:

@@ -57,6 +57,7 @@ _REMEDIES = {
     "ann": "; build it with 'edje-index ann build'",
     "discard": "; 'edje-index gc INDEX' does this, and keeps the committed rows",
     "snapshots": " with 'edje-index gc INDEX --keep 1'",
+    "upgrade": " with 'edje-index upgrade INDEX'",
     "verify": "; run 'edje-index verify' to list all damage",
     "show": (
         "; to search a folder of photos, run 'edje-index show FOLDER', or build an"
@@ -74,7 +75,7 @@ _MODULES = {
     "Build": {"pipelines.cli.build": "build append update import-arrays"},
     "Change": {
         "pipelines.cli.changes": (
-            "delete edit compact merge copy quantize ann history rollback gc"
+            "delete edit compact merge copy quantize ann history rollback gc upgrade"
         )
     },
     "Check": {

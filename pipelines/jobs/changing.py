@@ -52,7 +52,6 @@ from storage_formats.change import (
     now,
 )
 from storage_formats.errors import EdjeError, UsageError
-from storage_formats.format.edits import EDIT_SCHEMA, Edits
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import (
     Ann,
@@ -63,14 +62,15 @@ from storage_formats.format.manifest import (
 from storage_formats.format.offset import Offset, copy_offset, write_offset
 from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt, fetch_tables, fingerprint
-from storage_formats.format.rows import read_shard_rows
+from storage_formats.format.rows import VALUE_SCHEMA, read_staged_rows
 from storage_formats.format.source_columns import SourceColumn
-from storage_formats.remote.urls import IndexLocation
+from storage_formats.remote.urls import IndexLocation, is_url
 from storage_formats.writing.publish import (
     add_counts,
     new_manifest,
     total_counts,
     with_tombstones,
+    write_removed,
     write_tables,
 )
 
@@ -158,8 +158,9 @@ class Edit:
         encoded_from: for each new precision, the chain of precisions that its tokens
             were converted from.
         columns: source columns after the change; None keeps the columns.
-        edits: lines to add to the edits of the index, see `Edits`.
-        restored: hashes of deleted inputs that the next update may index again.
+        values: new values of rows, see `with_values`.
+        removed: the `input_hash` of each input that no update may add, after the
+            change. None keeps those of the index.
         settings: settings after the change; None keeps the settings.
         model: description of the model bundle after the change; None keeps it.
         offset: offset block to write. An index needs it if a new precision is stored
@@ -177,8 +178,8 @@ class Edit:
     counts: Counts = _NO_CHANGE
     encoded_from: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     columns: tuple[SourceColumn, ...] | None = None
-    edits: pa.Table = field(default_factory=EDIT_SCHEMA.empty_table)
-    restored: Collection[str] = ()
+    values: pa.Table = field(default_factory=VALUE_SCHEMA.empty_table)
+    removed: Collection[bytes] | None = None
     settings: Json | None = None
     model: Json | None = None
     offset: Offset | None = None
@@ -214,7 +215,8 @@ class Edit:
             change.abandon()
             return before
         changes_segments = self.spec.used_segments != before.spec.used_segments
-        changes_rows = bool(len(self.edits) or self.restored or len(self.deleted))
+        changes_rows = bool(len(self.values) or len(self.deleted))
+        changes_rows |= self.removed not in (None, change.index.removed)
         adds_snapshot = (
             changes_segments or changes_rows or self.erases or self.earlier is not None
         )
@@ -269,7 +271,7 @@ class NewContents:
         offset: offset block to write; None copies the offset block of the first origin,
             if there is one.
         details: members of `change` in `index.json`; empty for a build.
-        edits: lines of the edits of the new index, see `Edits`.
+        removed: the `input_hash` of each input that no update may add.
     """
 
     spec: IndexSpec
@@ -281,7 +283,7 @@ class NewContents:
     origins: Sequence[CommittedIndex] = ()
     offset: Offset | None = None
     details: Json = field(default_factory=dict)
-    edits: pa.Table = field(default_factory=EDIT_SCHEMA.empty_table)
+    removed: Collection[bytes] = ()
 
     def begin(self, change: NewIndex) -> None:
         """Create the directories of the index, and write the offset block, if there is
@@ -329,8 +331,7 @@ class NewContents:
             encoded_from=encoded_from,
             change={**self.details, "created": now()} if self.details else None,
         )
-        edits = Edits(spec.shard_size).changed(self.edits)
-        manifest = replace(manifest, edits=edits.write(layout, spec))
+        manifest = replace(manifest, removed=write_removed(layout, self.removed))
         change.commit(manifest)
         return manifest
 
@@ -364,11 +365,26 @@ def begin(
 
     An OSError inside the context, for example from a full disk, becomes JobStopped.
     """
+    if not dry_run:
+        upgrade_old(root)
     with (
         begin_change(root, kind, request, dry_run=dry_run) as change,
         resumable(root),
     ):
         yield change
+
+
+def upgrade_old(root: IndexLocation) -> None:
+    """Upgrade the index in the directory `root` if it has an earlier format."""
+    try:
+        if not is_url(root):
+            Manifest.load(root)
+    except EdjeError as error:
+        # The caller finds any other error again.
+        if error.remedy == "upgrade":
+            from storage_formats.upgrade import upgrade_index
+
+            upgrade_index(root)
 
 
 @contextlib.contextmanager
@@ -471,8 +487,8 @@ def edited(
 ) -> Manifest:
     """Return the manifest of `index` after `edit`, without writing it.
 
-    The other files that the new manifest names are written: tombstones, edits, shard
-    tables and filter tables. The name of each of these files contains a hash of
+    The other files that the new manifest names are written: tombstones, shard tables,
+    rows files and removed inputs. The name of each of these files contains a hash of
     its content, so no file of an earlier snapshot is overwritten.
 
     Args:
@@ -488,17 +504,9 @@ def edited(
     deleted = index.deleted.with_rows(list(edit.deleted))
     if len(edit.deleted):
         snapshot = with_tombstones(layout, spec, snapshot, deleted)
-    # Usually, the files of earlier edits stay, and the lines of this change are written
-    # to an additional file. If lines are removed, one new file with all remaining lines
-    # replaces the files of earlier edits.
-    kept_files = before.edits
-    rewritten = Edits(spec.shard_size)
-    if edit.restored or edit.erases:
-        kept_files = ()
-        rewritten = index.edits
-    erased = deleted.row_ids if edit.erases else None
-    changed = rewritten.changed(edit.edits, edit.restored, erased)
-    edits = changed.write(layout, spec, kept_files)
+    removed = before.removed
+    if edit.removed is not None:
+        removed = write_removed(layout, edit.removed)
     origins = {**before.encoded_from, **edit.encoded_from}
     settings = before.settings if edit.settings is None else edit.settings
     return replace(
@@ -513,7 +521,7 @@ def edited(
         },
         snapshot=snapshot,
         columns=columns,
-        edits=edits,
+        removed=removed,
         **write_tables(
             layout,
             spec,
@@ -521,6 +529,7 @@ def edited(
             columns,
             index,
             edit.work.target if edit.work else None,
+            edit.values,
         ),
     )
 
@@ -534,7 +543,7 @@ def _counted(
     counts = Counter[str]()
     names = [column.name for column in columns]
     for shard in shards if names else ():
-        table = read_shard_rows(layout, shard, names, source_columns=columns)
+        table = read_staged_rows(layout, shard, names, source_columns=columns)
         counts.update({name: len(table) - table[name].null_count for name in names})
     return tuple(replace(column, values=counts[column.name]) for column in columns)
 

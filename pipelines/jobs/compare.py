@@ -37,11 +37,11 @@ from pipelines.sources import (
     without_nested,
 )
 from storage_formats.errors import EdjeError, UsageError
-from storage_formats.format.edits import input_hash
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import (
     DUPLICATE,
     FAILED,
+    SOURCE_VALUES,
     iter_rows,
     read_index_rows,
 )
@@ -50,7 +50,10 @@ from storage_formats.format.source_columns import (
     Value,
     as_type,
     metadata_text,
+    source_values_text,
+    values_of_sources,
 )
+from storage_formats.format.tombstones import input_hash
 from storage_formats.remote.urls import is_url
 
 _COLUMNS = (
@@ -93,6 +96,8 @@ class SourceChanges:
         retried: positions in `refs` of the inputs whose old rows failed or are
             duplicates of the same content, by the ids of these rows. The new rows keep
             the column values that users set in the old rows.
+        source_values: for each position in `refs` whose row keeps such values, the text
+            for its column `SOURCE_VALUES`.
         vanished: number of rows whose input no longer exists.
         deleted: ids of the rows to delete, ascending: vanished rows, and the old rows
             of inputs that get a new row or are duplicates.
@@ -112,6 +117,7 @@ class SourceChanges:
     replaced: int = 0
     changed: Sequence[int] = ()
     retried: Mapping[int, int] = field(default_factory=dict)
+    source_values: Mapping[int, str | None] = field(default_factory=dict)
     vanished: int = 0
     deleted: Sequence[int] = ()
     stay_deleted: int = 0
@@ -206,13 +212,14 @@ def _name(uri: str, uri_raw: bytes | None) -> bytes:
 def _load_rows(
     database: sqlite3.Connection,
     index: CommittedIndex,
-    columns: Sequence[str],
+    columns: Mapping[str, SourceColumn],
 ) -> int:
     """Insert the rows of `index` into the database, except deleted rows. Return the
-    number of inserted rows. The values of a row in `columns` are stored as one hash.
+    number of inserted rows. The values that the sources gave last to the `columns` of a
+    row are stored as one hash.
     """
     rows = 0
-    for table in iter_rows(index, [*_COLUMNS, *columns]):
+    for table in iter_rows(index, [*_COLUMNS, SOURCE_VALUES, *columns]):
         rows += len(table)
         database.executemany(
             "INSERT INTO rows VALUES(?, ?, ?, ?, ?, ?, 0)",
@@ -223,7 +230,7 @@ def _load_rows(
                     _digest(line["content_hash"]),
                     line["reason"] if line["status"] == FAILED else None,
                     line["duplicate_of"] if line["status"] == DUPLICATE else None,
-                    _hash({name: line[name] for name in columns}),
+                    _hash(_given(line, columns)),
                 )
                 for line in table.to_pylist()
             ),
@@ -231,6 +238,14 @@ def _load_rows(
     database.execute("CREATE INDEX names ON rows(name, row_id)")
     database.execute("CREATE INDEX hashes ON rows(hash)")
     return rows
+
+
+def _given(
+    line: Mapping[str, Any], columns: Mapping[str, SourceColumn]
+) -> dict[str, Any]:
+    """Return the values that the sources gave last to the `columns` of a row."""
+    of_sources = values_of_sources(line[SOURCE_VALUES], columns)
+    return {name: of_sources.get(name, line[name]) for name in columns}
 
 
 def _digest(content_hash: str | None) -> bytes | None:
@@ -303,8 +318,7 @@ def compare_sources(
     for statement in _SCHEMA.split(";"):
         database.execute(statement)
     columns = {column.name: column for column in index.manifest.columns}
-    as_given = replace(index, is_as_given=True)
-    rows = _load_rows(database, as_given, tuple(columns))
+    rows = _load_rows(database, index, columns)
 
     def mark(row: _Row, state: int) -> None:
         values = (state, row.row_id)
@@ -329,7 +343,7 @@ def compare_sources(
     # The problem of each directory or archive whose inputs are not all listed, by its
     # path
     hidden: dict[str, str] = {}
-    removed = frozenset[str]() if restore else index.edits.removed
+    removed = frozenset[bytes]() if restore else index.removed
     stay_deleted = 0
     unread = 0
     first_unread = ""
@@ -436,6 +450,7 @@ def compare_sources(
     user_values = _user_values(index, row_ids(f"NOT ({_HAS_TOKENS})"))
     changed = array("q")
     retried: dict[int, int] = {}
+    source_values: dict[int, str | None] = {}
     cut_off = array("q")
     count = repeated = held_tokens = lost = 0
     for position, ref, row in pending("TRUE"):
@@ -473,9 +488,14 @@ def compare_sources(
         is_retry = row is not None and retry_failed and row.failed_for is not None
         if row is not None and (is_retry or row.hash == content):
             retried[row.row_id] = count
-            values = {**(ref.metadata or {}), **user_values.get(row.row_id, {})}
-            given = {name: each for name, each in values.items() if each is not None}
-            ref = replace(ref, metadata=given or None)
+            by_users = user_values.get(row.row_id, {})
+            given = ref.metadata or {}
+            if by_users:
+                of_sources = {name: given.get(name) for name in by_users}
+                source_values[count] = source_values_text(of_sources)
+            values = {**given, **by_users}
+            kept = {name: each for name, each in values.items() if each is not None}
+            ref = replace(ref, metadata=kept or None)
         if row is not None and not is_retry:
             changed.append(count)
         database.execute(
@@ -520,9 +540,10 @@ def compare_sources(
         failed=failed,
         replaced=len(row_ids(f"{gone} AND {_HAS_TOKENS}")) - held_tokens,
         stay_deleted=stay_deleted,
-        values=_new_values(as_given, database),
+        values=_new_values(index, database),
         changed=changed,
         retried=retried,
+        source_values=source_values,
         vanished=len(vanished),
         deleted=row_ids(gone),
     )
@@ -532,15 +553,15 @@ def _user_values(index: CommittedIndex, row_ids: Sequence[int]) -> NewValues:
     """Return the column values that users set in the rows `row_ids`, by row id and
     column.
     """
-    by_users = index.edits.user_values(row_ids)
-    edited = sorted({row_id for row_id, _ in by_users})
-    names = [column.name for column in index.manifest.columns]
-    rows = read_index_rows(index, edited, ["row_id", *names]).to_pylist()
+    columns = {column.name: column for column in index.manifest.columns}
+    read = ["row_id", SOURCE_VALUES]
+    rows = read_index_rows(index, row_ids, read)
+    edited = rows.filter(rows[SOURCE_VALUES].is_valid())["row_id"].to_pylist()
     return {
         row["row_id"]: {
-            name: row[name] for name in names if (row["row_id"], name) in by_users
+            name: row[name] for name in values_of_sources(row[SOURCE_VALUES], columns)
         }
-        for row in rows
+        for row in read_index_rows(index, edited, [*read, *columns]).to_pylist()
     }
 
 
@@ -577,29 +598,27 @@ def _typed(
 
 
 def _new_values(
-    as_given: CommittedIndex, database: sqlite3.Connection
+    index: CommittedIndex, database: sqlite3.Connection
 ) -> Iterator[NewValues]:
     """Yield the column values of kept rows that have changed in the sources, one shard
     at a time.
-
-    Args:
-        as_given: the index, with the values that the sources gave last.
     """
-    columns = {column.name: column for column in as_given.manifest.columns}
+    columns = {column.name: column for column in index.manifest.columns}
     lines = database.execute(
         "SELECT row_id, value FROM given JOIN rows USING (row_id)"
         f" WHERE state = {_KEPT} ORDER BY row_id"
     )
-    size = as_given.spec.shard_size
+    size = index.spec.shard_size
     for _, of_shard in itertools.groupby(lines, lambda line: line[0] // size):
         metadata = {row_id: pickle.loads(given) for row_id, given in of_shard}
-        rows = read_index_rows(as_given, [*metadata], ["row_id", *columns]).to_pylist()
+        read = ["row_id", SOURCE_VALUES, *columns]
         values: NewValues = {}
-        for row in rows:
+        for row in read_index_rows(index, [*metadata], read).to_pylist():
             given = metadata[row["row_id"]]
+            before = _given(row, columns)
             for name in {*given, *columns}:
                 value = given.get(name)
-                if not is_value(row.get(name), value, columns.get(name)):
+                if not is_value(before.get(name), value, columns.get(name)):
                     values.setdefault(row["row_id"], {})[name] = value
         yield values
 

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
@@ -63,7 +62,7 @@ from storage_formats.format.rows import (
     INDEXED,
     failures_by_reason,
     iter_rows,
-    iter_stored_rows,
+    read_index_rows,
 )
 from storage_formats.format.source_columns import MAX_COLUMNS, merge_columns
 from storage_formats.format.tombstones import (
@@ -150,9 +149,8 @@ def compact_index(
     """Copy all rows of an index that are not deleted to a new index, as `edje-index
     compact` does. The model is not needed.
 
-    The rows get the row ids from 0, in the same order. Column values that `set_columns`
-    set are written to the rows. Call the function again to resume a stopped compaction.
-    The other arguments are those of `build_index`.
+    The rows get the row ids from 0, in the same order. Call the function again to
+    resume a stopped compaction. The other arguments are those of `build_index`.
 
     Args:
         index: directory of the index, or its URL. The index does not change.
@@ -187,7 +185,7 @@ def rewrite(
 ) -> CopyResult:
     """Copy rows of one or more indexes to a new index. The rows of the first index get
     the row ids from 0, and those of each further index the row ids from the next
-    multiple of the shard size. Column values that users set are written to the rows.
+    multiple of the shard size.
 
     Args:
         parts: pairs (index, row ids of the rows to copy, int64 [k], ascending). The
@@ -242,7 +240,7 @@ def rewrite(
             {
                 "index": str(index.location),
                 "tables": [table.to_json() for table in index.manifest.shard_tables],
-                "edits": [file.to_json() for file in index.manifest.edits],
+                "files": [file.to_json() for file in index.manifest.rows_files],
                 "rows": hashlib.sha256(row_ids.astype("<i8").tobytes()).hexdigest(),
             }
             for index, row_ids in parts
@@ -271,9 +269,7 @@ def rewrite(
             tuple(columns),
             origins=[index for index, _ in parts],
             details={"kind": kind, **details},
-            edits=pa.concat_tables(
-                index.edits.moved(renumber) for index, _, renumber in moves
-            ),
+            removed=frozenset[bytes]().union(*(index.removed for index, _ in parts)),
         )
         applied = apply(change, contents, on_event, should_stop)
     files = [file for receipt in applied.receipts for file in receipt.files]
@@ -305,27 +301,19 @@ def erasure(place: Place, index: CommittedIndex, edit: Edit) -> Edit:
     manifest = index.manifest
     spec = manifest.spec
     deleted = index.deleted.with_rows(list(edit.deleted))
-    # rows with data, by shard
-    rows: dict[int, pa.Table] = {}
-    candidates = np.unique(deleted.row_ids // spec.shard_size).tolist()
-    for shard, table in zip(
-        candidates, iter_stored_rows(index, None, candidates), strict=True
-    ):
-        is_deleted = pa.array(deleted.contain(table["row_id"].to_numpy()))
-        is_erased = pc.equal(table["reason"].fill_null(""), ERASED)
-        with_data = table.filter(pc.and_not(is_deleted, is_erased))
-        if len(with_data):
-            rows[shard] = with_data
-    if not rows:
+    source = index.undeleted()
+    erased = read_index_rows(source, deleted.row_ids)
+    erased = erased.filter(pc.not_equal(erased["reason"].fill_null(""), ERASED))
+    if not len(erased):
         return edit
-    erased = pa.concat_tables(rows.values())
+    shards = np.unique(erased["row_id"].to_numpy() // spec.shard_size).tolist()
     statuses = Counter(erased["status"].to_pylist())
     failed = {name: -count for name, count in failures_by_reason(erased).items()}
     columns = [
         replaced(each, values=each.values - len(erased) + erased[each.name].null_count)
         for each in manifest.columns
     ]
-    rows_to_write = sum(len(spec.shard_rows(shard)) for shard in rows)
+    rows_to_write = sum(len(spec.shard_rows(shard)) for shard in shards)
     written = replaced(spec, rows=rows_to_write, segments=())
     what = f"the new files of {counted(rows_to_write, 'row')}"
     check_disk(place, written, what=what)
@@ -334,13 +322,10 @@ def erasure(place: Place, index: CommittedIndex, edit: Edit) -> Edit:
         "deleted": hashlib.sha256(deleted.row_ids.astype("<i8").tobytes()).hexdigest(),
         "tables": [table.to_json() for table in manifest.shard_tables],
     }
-    # The edits stay in files of their own, so the copier must not read them.
-    readable = index.undeleted()
-    source = replaced(readable, manifest=replaced(readable.manifest, edits=()))
     target = place.part(place.erased)
     copier = RowCopier(source, target, spec, lambda row_ids: row_ids, deleted)
     rows_of_shards = {
-        shard: (copier, np.array(spec.shard_rows(shard), np.int64)) for shard in rows
+        shard: (copier, np.array(spec.shard_rows(shard), np.int64)) for shard in shards
     }
     return replaced(
         edit,

@@ -41,7 +41,7 @@ from storage_formats.change import Change, IndexChange
 from storage_formats.format.journal import how_to_discard
 from storage_formats.format.layout import Layout
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.format.rows import FAILED, read_shard_rows
+from storage_formats.format.rows import FAILED, read_staged_rows
 from storage_formats.threads import usable_cpus
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ def _undecoded(
     )
     for receipt in receipts:
         if not UNDECODED.isdisjoint(receipt.failed):
-            rows = read_shard_rows(layout, receipt.shard, ["reason", "detail"])
+            rows = read_staged_rows(layout, receipt.shard, ["reason", "detail"])
             formats.update(
                 row["detail"] for row in rows.to_pylist() if row["reason"] in UNDECODED
             )
@@ -295,7 +295,7 @@ def _failed_duplicates(layout: Layout, receipts: Sequence[ShardReceipt]) -> int:
     # In row order, an original comes before its duplicates.
     for shard in sorted(receipt.shard for receipt in receipts):
         columns = ["row_id", "status", "reason", "duplicate_of"]
-        rows = read_shard_rows(layout, shard, columns)
+        rows = read_staged_rows(layout, shard, columns)
         lost = (pc.field("status") == FAILED) & ~pc.field("reason").isin(UNDECODED)
         failed.update(rows.filter(lost)["row_id"].to_pylist())
         duplicates += sum(row in failed for row in rows["duplicate_of"].to_pylist())
@@ -306,7 +306,7 @@ def _first_failures(layout: Layout, receipts: Sequence[ShardReceipt]) -> str:
     """Return a text with the uris and reasons of the first failed inputs."""
     shards = sorted(receipt.shard for receipt in receipts if receipt.failed)
     tables = (
-        read_shard_rows(layout, shard, ["uri", "status", "reason"]).to_pylist()
+        read_staged_rows(layout, shard, ["uri", "status", "reason"]).to_pylist()
         for shard in shards
     )
     failed = (

@@ -15,7 +15,7 @@ from edje_index.bundles.info import matching_bundle, read_bundle_offset
 from edje_index.errors import ModelError
 from edje_index.indexing.faiss_build import AnnRequest
 from pipelines.jobs.ann import new_ann
-from pipelines.jobs.changing import Edit, apply
+from pipelines.jobs.changing import Edit, apply, upgrade_old
 from pipelines.jobs.plan import holds_clips, settings_of
 from pipelines.progress.events import (
     JobStopped,
@@ -39,13 +39,11 @@ from storage_formats.codecs import Blocks
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c
-from storage_formats.format.committed_files import CommittedFiles, iter_shard_files
+from storage_formats.format.committed_files import iter_shard_files
 from storage_formats.format.file_check import FileEntry, Problem
-from storage_formats.format.filter_tables import write_filter_table
-from storage_formats.format.layout import ROWS_FILE
 from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
 from storage_formats.format.offset import Offset, write_offset
-from storage_formats.format.rows import INDEXED, iter_stored_rows
+from storage_formats.format.rows import INDEXED, read_index_rows
 from storage_formats.remote.urls import IndexLocation, local_path
 from storage_formats.verify import files_here, verify_index
 from storage_formats.writing.conversion import offset_from_tokens
@@ -119,6 +117,7 @@ def repair_index(
     repaired: list[RepairedFile] = []
     refusals: list[Problem] = []
     settled: set[str] = set()
+    upgrade_old(index)
     with begin_change(index, "repair") as change:
         root = change.layout.location
         problems = verify_index(
@@ -177,41 +176,11 @@ def repair_index(
             }
             refusals += encoder.problems(tokens - repair.settled)
             settled |= repair.settled
-        repaired += _restore_filter_tables(change, damaged)
         if not any(path.startswith("embeddings/") for path in damaged):
             repaired += _restore_ann(change, damaged, on_event)
     settled |= {file.path for file in repaired}
     left = [each for each in problems if each.path not in settled]
     return RepairResult(tuple(repaired), (*left, *refusals))
-
-
-def _restore_filter_tables(
-    change: IndexChange, damaged: set[str]
-) -> Iterator[RepairedFile]:
-    """Rebuild the damaged filter tables from the rows. Yield the repaired files."""
-    index = change.index
-    spec = index.spec
-    columns = index.manifest.columns
-    # `filter_tables` has one entry per segment, or is empty if no segment has a table.
-    tables = zip(spec.used_segments, index.manifest.filter_tables, strict=False)
-    for segment, entry in tables:
-        if entry is not None and entry.path in damaged:
-            # Another version of PyArrow may write other bytes, to a file with another
-            # name. Abandoning the change removes such a file at the end.
-            change.abandon()
-            # Skip the table if a rows file is damaged, too.
-            with contextlib.suppress(CorruptIndexError):
-                shards = spec.segment_shards(segment)
-                files = {
-                    shard: (index.layout, file)
-                    for shard, file in CommittedFiles(index, ROWS_FILE)
-                    .files(shards)
-                    .items()
-                }
-                if entry == write_filter_table(
-                    change.layout, spec, segment, files, columns
-                ):
-                    yield RepairedFile(entry.path, "the rows")
 
 
 def _restore_ann(
@@ -389,7 +358,8 @@ class ShardEncoder:
         from pipelines.sources.base import file_input
         from pipelines.sources.tree import packed_source
 
-        (table,) = iter_stored_rows(self._index, _COLUMNS, [self._shard])
+        row_ids = self._index.spec.shard_rows(self._shard)
+        table = read_index_rows(self._index.undeleted(), row_ids, [*_COLUMNS])
         rows = [row for row in table.to_pylist() if row["status"] == INDEXED]
         clips = holds_clips(self._index.manifest)
         refs = []

@@ -12,7 +12,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.jobs.changing import Edit, apply, begin, notifier, rows_passing
+from pipelines.jobs.changing import (
+    Edit,
+    apply,
+    begin,
+    notifier,
+    rows_passing,
+    upgrade_old,
+)
 from pipelines.metadata import Ignored, source_values
 from pipelines.progress.events import (
     OnEvent,
@@ -24,10 +31,15 @@ from storage_formats.arguments import as_list, did_you_mean, optional_count
 from storage_formats.atomic import Json
 from storage_formats.change import Removal, collect_garbage, open_at
 from storage_formats.errors import UsageError
-from storage_formats.format.edits import EDIT_SCHEMA, GIVEN, input_hash
 from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
 from storage_formats.format.remote import open_index
-from storage_formats.format.rows import ROW_SCHEMA, iter_rows, read_index_rows
+from storage_formats.format.rows import (
+    ROW_SCHEMA,
+    SOURCE_VALUES,
+    VALUE_SCHEMA,
+    iter_rows,
+    read_index_rows,
+)
 from storage_formats.format.source_columns import (
     CAPTION_COLUMNS,
     MAX_COLUMNS,
@@ -38,8 +50,15 @@ from storage_formats.format.source_columns import (
     as_type,
     metadata_text,
     python_value,
+    source_values_text,
+    values_of_sources,
 )
-from storage_formats.format.tombstones import RowIds, check_row_ids, check_rows_in_use
+from storage_formats.format.tombstones import (
+    RowIds,
+    check_row_ids,
+    check_rows_in_use,
+    input_hash,
+)
 from storage_formats.remote.urls import IndexLocation
 
 
@@ -171,12 +190,12 @@ def deletion(
     new = requested[~index.deleted.contain(requested)].tolist()
     names = ["uri", "uri_raw", "content_hash"]
     inputs = read_index_rows(index, new, names).to_pylist()
-    removed = [{"column": input_hash(**each)} for each in inputs]
+    removed = index.removed.union(input_hash(**each) for each in inputs)
     return len(requested), Edit(
         spec,
         details={"rows": len(new)},
         deleted=new,
-        edits=pa.Table.from_pylist(removed, EDIT_SCHEMA),
+        removed=removed,
     )
 
 
@@ -275,6 +294,7 @@ def remove_snapshots(
         UsageError: there is no index at `index`, or `keep` is less than 1.
     """
     keep = optional_count(keep, "keep")
+    upgrade_old(index)
     return collect_garbage(index, keep, notify=notifier(on_event))
 
 
@@ -304,9 +324,10 @@ class EditResult:
 def set_columns(
     index: IndexLocation,
     row_ids: RowIds,
-    columns: pa.Table | Mapping[str, Sequence[Any]],
+    columns: pa.Table | Mapping[str, Sequence[Any]] | None = None,
     *,
     where: str | None = None,
+    unset: Sequence[str] = (),
     similar_names: bool = True,
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
@@ -314,8 +335,8 @@ def set_columns(
     """Set values of columns, such as captions, in one commit. No image is encoded, and
     no token file changes. `roll_back` undoes the change.
 
-    A column that the index does not have is added. The values are stored in a separate
-    small file. Copies of rows, such as `compact_index` makes, hold them in the rows.
+    A column that the index does not have is added. A value stays, also if an update
+    finds another value in the sources, until it is set again or unset.
 
     Args:
         index: directory of the index.
@@ -326,6 +347,8 @@ def set_columns(
         where: filter such as "licence is null", see `edje_index.search.where`. The
             values are also set in all rows that pass the filter. With a filter, give
             one value per column.
+        unset: names of columns whose values in these rows users have set. The rows get
+            the values back that the sources gave last.
         similar_names: False refuses to add a column whose name is similar to that of
             another column, which may be a typing error.
 
@@ -346,7 +369,9 @@ def set_columns(
     """
     if isinstance(columns, pa.Table):
         columns = columns.to_pydict()
-    columns = {name: as_list(each, name, "values") for name, each in columns.items()}
+    columns = {
+        name: as_list(each, name, "values") for name, each in (columns or {}).items()
+    }
     with begin(index, "edit") as change:
         opened = change.index
         ids = check_row_ids(row_ids, opened.spec.rows)
@@ -360,9 +385,16 @@ def set_columns(
                     parameter="columns",
                     remedy="new-column",
                 )
-        if not columns or (where is None and not len(ids)):
+        unset = as_list(unset, "unset", "names")
+        if unknown := sorted({*unset} - {*stored}):
+            hint = did_you_mean(unknown[0], stored)
             raise UsageError(
-                "nothing is set; select at least one row, and give at least one value",
+                f"the index has no column {unknown[0]}{hint}", parameter="unset"
+            )
+        if not (columns or unset) or (where is None and not len(ids)):
+            raise UsageError(
+                "nothing is set; select at least one row, and give at least one value,"
+                " or a column to unset",
                 parameter="rows",
             )
         counts = {len(values) for values in columns.values()}
@@ -375,20 +407,23 @@ def set_columns(
             )
         ids = np.append(ids, np.setdiff1d(rows_passing(opened, where), ids))
         values = _checked(ids.tolist(), columns)
-        lines, after = edited_values(opened, [values], opened.manifest.columns)
+        lines, after = edited_values(
+            opened, [values], opened.manifest.columns, unset=unset
+        )
         types = {column.name: column.type for column in opened.manifest.columns}
         for column in after:
-            if types.get(column.name, column.type) != column.type:
+            is_set = column.name in columns
+            if is_set and types.get(column.name, column.type) != column.type:
                 raise UsageError(
                     f"the column {column.name} has the type {types[column.name]}, and a"
                     " new value does not fit; give values of this type",
                     parameter="columns",
                 )
-        of_values = lines.filter(pc.invert(pc.starts_with(lines["column"], GIVEN)))
+        of_values = lines.filter(pc.not_equal(lines["column"], SOURCE_VALUES))
         rows = len(of_values["row_id"].unique())
         changed = sorted({*of_values["column"].to_pylist()})
         details = {"rows": rows, "columns": changed}
-        edit = Edit(opened.spec, details, columns=after, edits=lines)
+        edit = Edit(opened.spec, details, columns=after, values=lines)
         manifest = apply(change, edit, on_event, should_stop).manifest
     return EditResult(
         rows,
@@ -442,47 +477,58 @@ def edited_values(
     parts: Iterable[NewValues],
     columns: Sequence[SourceColumn],
     *,
-    is_given: bool = False,
+    from_sources: bool = False,
+    unset: Sequence[str] = (),
 ) -> tuple[pa.Table, tuple[SourceColumn, ...]]:
-    """Return the edit lines that set the values in `parts`, and the source columns
-    after the change. Values that the index already has get no line.
+    """Return the lines of `VALUE_SCHEMA` that set the values in `parts`, and the source
+    columns after the change. Values that the index already has get no line.
 
     Args:
         columns: source columns before the change.
-        is_given: True if sources give the values, False if a user sets them.
+        from_sources: True if sources give the values. Values that users have set then
+            stay. False if a user sets the values.
+        unset: columns whose values by users are replaced by those of the sources.
 
     Raises:
         UsageError: there would be too many columns.
     """
     columns_by_name = {column.name: column for column in index.manifest.columns}
     counted = CountedColumns(columns)
-    tables = [EDIT_SCHEMA.empty_table()]
+    tables = [VALUE_SCHEMA.empty_table()]
     for values in parts:
-        names = sorted({name for row in values.values() for name in row})
-        stored = [name for name in names if name in columns_by_name]
+        names = {name for row in values.values() for name in row}.union(unset)
+        stored = sorted(names.intersection(columns_by_name))
         row_ids = sorted(values)
-        # Read `row_id`, too, so that the table has rows even if all columns are new.
-        rows = read_index_rows(index, row_ids, ["row_id", *stored]).to_pylist()
-        by_users = index.edits.user_values(row_ids)
+        read = ["row_id", SOURCE_VALUES, *stored]
         lines: list[Json] = []
-        for row in rows:
-            for name, value in values[row["row_id"]].items():
+        for row in read_index_rows(index, row_ids, read).to_pylist():
+            row_id = row["row_id"]
+            of_sources = values_of_sources(row[SOURCE_VALUES], columns_by_name)
+            earlier = dict(of_sources)
+            new = dict(values[row_id])
+            for name in unset:
+                if name in of_sources:
+                    new[name] = of_sources.pop(name)
+            for name, value in new.items():
                 before = row.get(name)
-                is_same = is_value(before, value, columns_by_name.get(name))
-                is_by_user = (row["row_id"], name) in by_users
-                if is_given and is_by_user:
-                    lines.append(_line(row["row_id"], GIVEN + name, value))
-                # When a user replaces a value for the first time, record what the
-                # sources gave.
-                if not is_given and not is_by_user and not is_same:
-                    lines.append(_line(row["row_id"], GIVEN + name, before))
-                if is_same:
+                column = columns_by_name.get(name)
+                if from_sources and name in of_sources:
+                    if value is not None and column is not None and column.fits(value):
+                        value = as_type(value, column.type)
+                    of_sources[name] = value
                     continue
-                lines.append(_line(row["row_id"], name, value))
+                if is_value(before, value, column):
+                    continue
+                if not from_sources and name not in unset:
+                    of_sources.setdefault(name, before)
+                lines.append(value_line(row_id, name, value))
                 counted.values[name] -= before is not None
                 if value is not None:
                     counted.count(name, value)
-        tables.append(pa.Table.from_pylist(lines, EDIT_SCHEMA))
+            if of_sources != earlier:
+                text = source_values_text(of_sources)
+                lines.append(value_line(row_id, SOURCE_VALUES, text))
+        tables.append(pa.Table.from_pylist(lines, VALUE_SCHEMA))
     after = counted.columns()
     if len(after) > MAX_COLUMNS:
         raise UsageError(
@@ -492,7 +538,8 @@ def edited_values(
     return pa.concat_tables(tables), after
 
 
-def _line(row_id: int, column: str, value: Value | None) -> Json:
+def value_line(row_id: int, column: str, value: Value | None) -> Json:
+    """Return a line of `VALUE_SCHEMA`."""
     # `metadata_text` takes only JSON objects. So the value is put into an object, and
     # `{"":` and `}` are cut off the text.
     text = None if value is None else metadata_text({"": value})[4:-1]

@@ -47,7 +47,7 @@ from pipelines.jobs.resources import (
     check_extension_memory,
     choose_workers,
 )
-from pipelines.jobs.snapshots import edited_values
+from pipelines.jobs.snapshots import edited_values, value_line
 from pipelines.metadata import Ignored, source_values
 from pipelines.progress.events import (
     OnEvent,
@@ -63,23 +63,25 @@ from storage_formats.atomic import Json
 from storage_formats.change import IndexChange, open_at
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.content_hashes import known_contents
-from storage_formats.format.edits import EDIT_SCHEMA, GIVEN
 from storage_formats.format.layout import Segment
 from storage_formats.format.manifest import CommittedIndex, Counts
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import (
     FAILED,
     INDEXED,
+    SOURCE_VALUES,
+    VALUE_SCHEMA,
     iter_rows,
     read_index_rows,
-    read_shard_rows,
+    read_staged_rows,
 )
 from storage_formats.remote.urls import IndexLocation, local_path
 from storage_formats.writing.publish import next_first_row, total_counts
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from edje_index.inputs.refs import InputRef
 
 
 @name_missing_extra("build")
@@ -135,16 +137,7 @@ def append_index(
         if plan is None:
             listing = Listing(settings.open_sources(), on_event, should_stop)
             listed = list(hash_and_mark_duplicates(listing))
-            hashes = {
-                ref.content_hash for ref in listed if ref.content_hash is not None
-            }
-            keys_in_index = known_contents(change.index, hashes)
-            # An input that cannot be read has no content hash, so its key is its uri.
-            # Such an input is skipped if the index has a failed row with this uri.
-            unread = {ref.uri for ref in listed if ref.content_hash is None}
-            for table in iter_rows(change.index, ["uri", "status"]) if unread else ():
-                failed = table.filter(pc.field("status") == FAILED)
-                keys_in_index |= unread.intersection(failed["uri"].to_pylist())
+            keys_in_index = _known_keys(change.index, listed)
             refs = [
                 ref
                 for ref in listed
@@ -276,26 +269,24 @@ def update_index(
         edit = _new_rows(change, plan, work, groups, changes.deleted, model)
         columns = manifest.columns if plan is None else plan.columns
         lines, columns = edited_values(
-            change.index, changes.values, columns, is_given=True
+            change.index, changes.values, columns, from_sources=True
         )
         edited = len(lines["row_id"].unique())
-        if plan is not None and changes.retried:
-            # The edits record which values the sources gave before users set others.
-            # Copy these lines from the retried rows to their new rows.
-            given = [
-                {**line, "row_id": plan.first_row + changes.retried[line["row_id"]]}
-                for line in change.index.edits.lines.to_pylist()
-                if line["row_id"] in changes.retried
-                and line["column"].startswith(GIVEN)
+        if plan is not None:
+            of_retried = [
+                value_line(plan.first_row + position, SOURCE_VALUES, text)
+                for position, text in changes.source_values.items()
             ]
-            lines = pa.concat_tables([lines, pa.Table.from_pylist(given, EDIT_SCHEMA)])
+            lines = pa.concat_tables(
+                [lines, pa.Table.from_pylist(of_retried, VALUE_SCHEMA)]
+            )
         # If the update only tries failed inputs again, and all fail again, nothing is
         # committed.
         edit = replace(
             edit,
-            edits=lines,
+            values=lines,
             columns=columns,
-            restored=change.index.edits.removed if restore else (),
+            removed=frozenset[bytes]() if restore else None,
             needs_indexed=groups == recorded_sources(manifest)
             and not edited
             and not changes.changed
@@ -450,7 +441,7 @@ def add_images(
         work = encoding(change, plan, execution, on_event, needs_one=False)
 
         def check(receipts: Sequence[ShardReceipt]) -> None:
-            for row in read_shard_rows(
+            for row in read_staged_rows(
                 change.layout, receipts[-1].shard, ["uri", "reason", "detail"]
             ).to_pylist():
                 if row["reason"] is not None:
@@ -475,6 +466,25 @@ def add_images(
         changed=changed,
         deleted=len(deleted),
     )
+
+
+def _known_keys(index: CommittedIndex, refs: Iterable[InputRef]) -> set[str]:
+    """Return the content hashes of `refs` that are those of rows of `index`. An input
+    that cannot be read has no content hash: its uri is returned if the index has a
+    failed row with this uri.
+    """
+    hashes = {ref.content_hash for ref in refs}
+    unread = {ref.uri for ref in refs if ref.content_hash is None}
+    columns = ["content_hash", *(["uri", "status"] if unread else [])]
+    known = set[str]()
+    for table in iter_rows(index, columns):
+        of_rows = table["content_hash"]
+        is_known = pc.is_in(of_rows, pa.array(hashes - {None}, pa.string()))
+        known.update(of_rows.filter(is_known).to_pylist())
+        if unread:
+            failed = table.filter(pc.field("status") == FAILED)
+            known |= unread.intersection(failed["uri"].to_pylist())
+    return known
 
 
 def _source_group(

@@ -83,7 +83,16 @@ class FileEntry:
         Raises:
             KeyError, TypeError, ValueError: a member is missing or not valid.
         """
-        path = data_path(read_json(str, value["path"], "path"))
+        entry = cls.staged_from_json(value)
+        data_path(entry.path)
+        return entry
+
+    @classmethod
+    def staged_from_json(cls, value: Mapping[str, Any]) -> FileEntry:
+        """Return the entry of a file that a receipt lists, like `from_json`. The file
+        may also lie in `build/`.
+        """
+        path = relative_path(read_json(str, value["path"], "path"))
         length = read_json(int, value["bytes"], "bytes")
         return cls(path, length, int(value["crc32c"], 16))
 
@@ -112,9 +121,9 @@ class Problem:
     Examples:
         >>> from pathlib import Path
         >>> from storage_formats import verify_index
-        >>> Path("photos.edje/rows/00000000.parquet").unlink()
+        >>> Path("photos.edje/embeddings/c.0.0").unlink()
         >>> [(problem.path, problem.code) for problem in verify_index("photos.edje")]
-        [('rows/00000000.parquet', 'missing-file')]
+        [('embeddings/c.0.0', 'missing-file')]
     """
 
     path: str

@@ -13,16 +13,7 @@ from pathlib import Path
 from storage_formats.errors import UsageError
 
 FORMAT = "edje-index"
-FORMAT_VERSION = "1.0"
-# format version of a snapshot that was written by a change of an index, not by a build
-SNAPSHOT_VERSION = "1.1"
-# format version of an index with source columns, or with a first row id above 0
-EXTENDED_VERSION = "1.2"
-# format version of an index with edits
-EDITED_VERSION = "1.4"
-# Format version of an index with an offset block. Its major number is higher, so that
-# earlier readers, which would not add the offset, refuse the index.
-OFFSET_VERSION = "2.0"
+FORMAT_VERSION = "3.0"
 # name of the array in `tokens/` that holds the offset block
 OFFSET_ARRAY = "offset"
 # default number of rows per shard
@@ -34,18 +25,18 @@ PAGE_BYTES = 4096
 INDEX_ENTRY_BYTES = 16
 CRC_BYTES = 4
 # paths of the files of a shard, relative to the index; the field is the shard number
-ROWS_FILE = "rows/{:08d}.parquet"
+STAGED_ROWS_FILE = "build/rows/{:08d}.parquet"
 EMBEDDING_FILE = "embeddings/c.{}.0"
 # paths of files that are named after their CRC-32C, which is the field
 SHARD_TABLE_FILE = "manifest/shards-{:08x}.parquet"
 TOMBSTONES_FILE = "manifest/deleted-{:08x}.bin"
-EDITS_FILE = "manifest/edits-{:08x}.parquet"
-FILTER_FILE = "filters/rows-{:08x}.parquet"
+REMOVED_FILE = "manifest/removed-{:08x}.bin"
+ROWS_FILE = "rows/rows-{:08x}.parquet"
 
 # the directories with the files that shard tables list, and with those that manifests
 # list
-_SHARD_FOLDERS = ("rows", "embeddings", "tokens", "checksums")
-_OWN_FOLDERS = ("manifest", "filters", "ann")
+_SHARD_FOLDERS = ("embeddings", "tokens", "checksums")
+_OWN_FOLDERS = ("manifest", "rows", "ann")
 
 
 def is_data_file(path: str) -> bool:
@@ -184,6 +175,25 @@ class IndexSpec:
             segment.first_row // self.shard_size, -(-segment.stop // self.shard_size)
         )
 
+    def used_ranges(self, first_shard: int, stop_shard: int) -> list[range]:
+        """Return the row ids of the shards `first_shard`..`stop_shard` - 1 that belong
+        to a segment, as ascending ranges.
+        """
+        first = first_shard * self.shard_size
+        stop = stop_shard * self.shard_size
+        used = self.used_segments
+        # Only the last segment that begins at or before the first row can contain it.
+        before = bisect.bisect_right(used, first, key=lambda each: each.first_row)
+        ranges = []
+        for number in range(max(0, before - 1), len(used)):
+            segment = used[number]
+            if segment.first_row >= stop:
+                break
+            rows = range(max(segment.first_row, first), min(segment.stop, stop))
+            if rows:
+                ranges.append(rows)
+        return ranges
+
     def shard_rows(self, shard: int) -> range:
         """Return the row ids of `shard`. The range is empty if the shard belongs to no
         segment.
@@ -257,8 +267,6 @@ class Layout:
     rows = _Below("rows")
     ann = _Below("ann")
     ann_index = _Below("ann/index.faiss")
-    filters = _Below("filters")
-    hashes = _Below("hashes")
     build = _Below("build")
     journal = _Below("build/journal.json")
     claim = _Below("build/claim.json")
@@ -308,8 +316,8 @@ class Layout:
     def checksums(self, precision: str, shard: int) -> Path:
         return self.root / checksum_file(precision).format(shard)
 
-    def rows_file(self, shard: int) -> Path:
-        return self.root / ROWS_FILE.format(shard)
+    def staged_rows(self, shard: int) -> Path:
+        return self.root / STAGED_ROWS_FILE.format(shard)
 
     def snapshot(self, number: int) -> Path:
         return self.root / "snapshots" / f"{number:08d}.json"

@@ -24,18 +24,13 @@ from storage_formats.errors import (
 )
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.downloads import download
-from storage_formats.format.edits import Edits, read_edits
 from storage_formats.format.file_check import FileEntry
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.journal import end_erasure
 from storage_formats.format.json_values import read_json
 from storage_formats.format.layout import (
-    EDITED_VERSION,
-    EXTENDED_VERSION,
     FORMAT,
     FORMAT_VERSION,
-    OFFSET_VERSION,
-    SNAPSHOT_VERSION,
     IndexSpec,
     Layout,
     OffsetBlock,
@@ -43,19 +38,26 @@ from storage_formats.format.layout import (
 )
 from storage_formats.format.shard_table import read_shard_table
 from storage_formats.format.source_columns import SourceColumn, check_columns
-from storage_formats.format.tombstones import Tombstones, read_tombstones
+from storage_formats.format.tombstones import (
+    Tombstones,
+    read_removed,
+    read_tombstones,
+)
 from storage_formats.remote.objects import ObjectFolder
 from storage_formats.remote.urls import IndexLocation
 
 if TYPE_CHECKING:
     from storage_formats.format.places import Place
 
-# major numbers of the format versions that this package reads
-_READ_MAJORS = ("1", "2")
+# major numbers of the format versions that this package upgrades
+_OLD_MAJORS = ("1", "2")
 MAX_MANIFEST_BYTES = 64 << 20
 SNAPSHOT_FILE = re.compile(r"snapshots/\d+\.json")
 # The shard table stores shard numbers as int32.
 _MAX_SHARDS = 1 << 31
+# most rows of a rows file: this number, or this number per byte of the file
+_SMALL_ROWS = 1 << 20
+_MAX_ROWS_PER_BYTE = 8
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,20 @@ class _Segment(Segment):
 
 
 @dataclass(frozen=True)
+class RowsFile:
+    """An item of the member `rows_files` of `index.json`: a file with the rows of
+    consecutive shards, up to the first shard of the next file (SPEC.md section 9).
+    """
+
+    first_shard: int
+    file: FileEntry
+
+    def to_json(self) -> Json:
+        """Return the item as a JSON object."""
+        return {"first_shard": self.first_shard, "file": self.file.to_json()}
+
+
+@dataclass(frozen=True)
 class _Members:
     """The members of `index.json` with their types, as SPEC.md sections 4 and 12
     list them. `_manifest` converts an object of this class to a `Manifest`.
@@ -184,6 +200,7 @@ class _Members:
     ann: Ann
     created_by: str
     shard_table: FileEntry
+    rows_files: tuple[RowsFile, ...]
     segments: tuple[_Segment, ...] = ()
     snapshot: int = 0
     change: Json = field(default_factory=dict)
@@ -192,8 +209,7 @@ class _Members:
     deleted: Json | None = None
     offset: Json | None = None
     columns: tuple[SourceColumn, ...] = ()
-    edits: tuple[FileEntry, ...] = ()
-    filter_tables: tuple[FileEntry | None, ...] = ()
+    removed: FileEntry | None = None
 
 
 @dataclass(frozen=True)
@@ -208,9 +224,9 @@ class Manifest:
             of the precisions that its blocks passed through, first to last.
         snapshot: number and origin of the snapshot, and its deleted rows.
         columns: source columns of the rows table.
-        edits: entries of the files of edits, oldest first (SPEC.md section 12.5).
-        filter_tables: entry of the filter table of each segment, or None for a segment
-            without a filter table. Empty if no segment has a filter table.
+        rows_files: the files with the rows, in row order.
+        removed: entry of the file with the hashes of removed inputs; None if there are
+            none.
 
     Examples:
         >>> from storage_formats import Manifest
@@ -225,13 +241,13 @@ class Manifest:
     settings: Json
     plan: str
     shard_tables: tuple[FileEntry, ...]
+    rows_files: tuple[RowsFile, ...]
     ann: Ann
     created_by: str
     encoded_from: dict[str, tuple[str, ...]] = field(default_factory=dict)
     snapshot: Snapshot = field(default_factory=Snapshot)
     columns: tuple[SourceColumn, ...] = ()
-    edits: tuple[FileEntry, ...] = ()
-    filter_tables: tuple[FileEntry | None, ...] = ()
+    removed: FileEntry | None = None
 
     @classmethod
     def load(cls, root: str | Path, snapshot: int | None = None) -> Manifest:
@@ -316,7 +332,7 @@ class Manifest:
 
     def to_json(self) -> Json:
         """Return the members of `index.json`. Optional members that the index does not
-        use are left out, for example `edits` if there are no edits.
+        use are left out, for example `columns` if there are no source columns.
         """
         spec = self.spec
         snapshot = self.snapshot
@@ -342,6 +358,7 @@ class Manifest:
             "settings": self.settings,
             "plan": self.plan,
             "shard_table": self.shard_tables[0].to_json(),
+            "rows_files": [each.to_json() for each in self.rows_files],
             "ann": self.ann,
         }
         if spec.segments:
@@ -350,20 +367,14 @@ class Manifest:
                 {**segment.__dict__, "shard_table": table.to_json()}
                 for segment, table in tables
             ]
-        for name, entries in (
-            ("columns", self.columns),
-            ("edits", self.edits),
-        ):
-            if entries:
-                value[name] = [entry.to_json() for entry in entries]
+        if self.columns:
+            value["columns"] = [column.to_json() for column in self.columns]
+        if self.removed is not None:
+            value["removed"] = self.removed.to_json()
         if spec.offset is not None:
             (entry,) = self.offset_files
             names = list(spec.offset.precisions)
             value["offset"] = {**entry.to_json(), "precisions": names}
-        if any(self.filter_tables):
-            value["filter_tables"] = [
-                entry and entry.to_json() for entry in self.filter_tables
-            ]
         if snapshot.number or snapshot.change:
             value["snapshot"] = snapshot.number
             value["change"] = snapshot.change
@@ -381,18 +392,8 @@ class Manifest:
 
     @property
     def format_version(self) -> str:
-        """The lowest format version that supports everything that the index uses."""
-        snapshot = self.snapshot
-        # For each version, from the highest to the lowest: whether the index uses what
-        # this version added.
-        versions = {
-            OFFSET_VERSION: self.spec.offset,
-            EDITED_VERSION: self.edits,
-            EXTENDED_VERSION: self.columns or self.spec.used_segments[0].first_row,
-            SNAPSHOT_VERSION: snapshot.number or snapshot.change,
-        }
-        needed = (version for version, use in versions.items() if use)
-        return next(needed, FORMAT_VERSION)
+        """The format version of the index."""
+        return FORMAT_VERSION
 
     @property
     def ann_files(self) -> list[FileEntry]:
@@ -409,18 +410,24 @@ class Manifest:
     @property
     def own_files(self) -> list[FileEntry]:
         """The entries of all files that the manifest itself names: shard tables,
-        tombstones, edits, filter tables, and the files of the nearest-neighbour index
-        and of the offset block.
+        rows files, tombstones, removed inputs, and the files of the nearest-neighbour
+        index and of the offset block.
         """
-        deleted = [] if self.snapshot.deleted is None else [self.snapshot.deleted]
         return [
             *self.shard_tables,
-            *deleted,
+            *(each.file for each in self.rows_files),
+            *filter(None, [self.snapshot.deleted, self.removed]),
             *self.ann_files,
             *self.offset_files,
-            *self.edits,
-            *filter(None, self.filter_tables),
         ]
+
+    def stop_shard(self, position: int) -> int:
+        """Return the number of the shard after the last one whose rows are in the file
+        at `position` in `rows_files`.
+        """
+        if position + 1 < len(self.rows_files):
+            return self.rows_files[position + 1].first_shard
+        return self.spec.shards
 
 
 @dataclass(frozen=True)
@@ -432,14 +439,11 @@ class CommittedIndex:
             local cache directory for the files of the snapshot, apart from token files;
             see `fetch`.
         remote: the objects of the index; None for an index on a file system.
-        is_as_given: True if source columns have the last values from the sources, as if
-            users had set no values.
     """
 
     root: Path
     manifest: Manifest
     remote: ObjectFolder | None = None
-    is_as_given: bool = False
 
     @property
     def location(self) -> IndexLocation:
@@ -463,11 +467,12 @@ class CommittedIndex:
         return read_tombstones(self.root, self.spec, self.manifest.snapshot)
 
     @functools.cached_property
-    def edits(self) -> Edits:
-        """The edits of the snapshot, read at the first access."""
-        self.fetch(self.manifest.edits)
-        edits = read_edits(self.root, self.spec, self.manifest.edits)
-        return edits.of_sources() if self.is_as_given else edits
+    def removed(self) -> frozenset[bytes]:
+        """The `input_hash` of each input that users have deleted, and that an update
+        must not add again.
+        """
+        self.fetch(filter(None, [self.manifest.removed]))
+        return read_removed(self.root, self.manifest.removed)
 
     @classmethod
     def open(cls, root: str | Path, snapshot: int | None = None) -> CommittedIndex:
@@ -606,10 +611,16 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
             " index"
         )
     format_version = str(value.get("format_version"))
-    if format_version.split(".")[0] not in _READ_MAJORS:
+    if is_old_format(value):
+        raise UsageError(
+            f"{where} has format version {format_version}, which this version of"
+            " edje-index can only upgrade; upgrade the index",
+            remedy="upgrade",
+        )
+    if format_version.split(".")[0] != FORMAT_VERSION.split(".")[0]:
         raise UsageError(
             f"{where} has format version {format_version}, but this version of"
-            f" edje-index reads {' and '.join(_READ_MAJORS)}; upgrade edje-index"
+            f" edje-index reads {FORMAT_VERSION}; upgrade edje-index"
         )
     if value.get("crc32c") != json_checksum(value):
         raise CorruptIndexError(
@@ -650,6 +661,14 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
             " backup"
         )
     return manifest
+
+
+def is_old_format(value: Any) -> bool:
+    """Return True if `value`, the parsed JSON of an `index.json`, is in a format that
+    `storage_formats.upgrade` upgrades.
+    """
+    is_manifest = isinstance(value, dict) and value.get("format") == FORMAT
+    return is_manifest and str(value.get("format_version")).split(".")[0] in _OLD_MAJORS
 
 
 def _manifest(members: _Members) -> Manifest:
@@ -716,14 +735,34 @@ def _manifest(members: _Members) -> Manifest:
             oldest,
         ),
         columns=members.columns,
-        edits=members.edits,
-        filter_tables=members.filter_tables,
+        rows_files=members.rows_files,
+        removed=members.removed,
     )
-    if len(manifest.filter_tables) not in (0, len(manifest.shard_tables)):
-        raise ValueError("the number of filter tables is not that of the segments")
+    _check_rows_files(manifest)
     # `ann_files` raises an error if an entry in `ann` is not valid.
     _ = manifest.ann_files
     return manifest
+
+
+def _check_rows_files(manifest: Manifest) -> None:
+    """Raise ValueError unless the rows files hold the rows of all shards, in ascending
+    order, and are long enough for their rows.
+    """
+    spec = manifest.spec
+    before = -1
+    first_row = spec.used_segments[0].first_row
+    for position, each in enumerate(manifest.rows_files):
+        first = each.first_shard
+        is_first = first * spec.shard_size == first_row or position > 0
+        ranges = spec.used_ranges(first, manifest.stop_shard(position))
+        if not (is_first and before < first < spec.shards and ranges):
+            raise ValueError(f"the rows files do not ascend at shard {first}")
+        rows = sum(map(len, ranges))
+        if rows > max(_SMALL_ROWS, _MAX_ROWS_PER_BYTE * each.file.bytes):
+            raise ValueError(f"{each.file.path} is too short for {rows} rows")
+        before = first
+    if not manifest.rows_files:
+        raise ValueError("there is no rows file")
 
 
 def created_by() -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from storage_formats.atomic import Json
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.file_check import FileEntry
+from storage_formats.format.layout import FORMAT_VERSION
 from storage_formats.format.place import Place
 
 _READS_AT_ONCE = 8
@@ -28,7 +29,9 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
         identity: JSON object with everything that determines the bytes of the files
             that a task writes.
     """
-    text = json.dumps(identity, sort_keys=True, allow_nan=False)
+    # Receipts of another version of the format are not used.
+    versioned = {"format_version": FORMAT_VERSION, **identity}
+    text = json.dumps(versioned, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -84,7 +87,7 @@ class ShardReceipt:
         if value["crc32c"] != json_checksum(value):
             raise ValueError("the receipt does not match its checksum")
         members = {name: member for name, member in value.items() if name != "crc32c"}
-        files = tuple(FileEntry.from_json(file) for file in value["files"])
+        files = tuple(FileEntry.staged_from_json(file) for file in value["files"])
         return cls(**{**members, "files": files})
 
 
@@ -96,7 +99,7 @@ def fetch_tables(place: Place, receipts: Iterable[ShardReceipt]) -> None:
         file
         for receipt in receipts
         for file in receipt.files
-        if file.path.startswith(("rows/", "embeddings/"))
+        if file.path.startswith(("build/rows/", "embeddings/"))
     )
 
 

@@ -1,11 +1,11 @@
-"""The rows table, with one line per input. One Parquet file stores the rows of one
-shard (SPEC.md section 9).
+"""The rows table, with one line per input. It consists of Parquet files, each with the
+rows of many shards (SPEC.md section 9).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +14,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from storage_formats.arguments import as_list, did_you_mean
+from storage_formats.arrays import Ints
 from storage_formats.atomic import naming
-from storage_formats.errors import UsageError, cannot_read
-from storage_formats.format.committed_files import CommittedFiles
-from storage_formats.format.edits import Edits
+from storage_formats.errors import CorruptIndexError, UsageError, cannot_read
+from storage_formats.format.committed_files import CommittedTable
 from storage_formats.format.file_check import FileEntry, check_content
 from storage_formats.format.index_files import read_index_file
-from storage_formats.format.layout import ROWS_FILE, Layout
+from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import read_table, table_bytes
 from storage_formats.format.remote import open_index
@@ -70,6 +70,19 @@ ARROW_TYPES = {
 }
 """The Arrow type of each type of source column."""
 TIMING_COLUMNS = ("read_seconds", "decode_seconds", "encode_seconds")
+SOURCE_VALUES = "edje_source_values"
+"""Name of the last column of the files, which the rows table does not show. If users
+have set columns of a row, it holds the values that the sources gave last to these
+columns, as a JSON object.
+"""
+VALUE_SCHEMA = pa.schema(
+    [
+        pa.field("row_id", pa.int64(), nullable=False),
+        pa.field("column", pa.string(), nullable=False),
+        pa.field("value", pa.string()),
+    ]
+)
+"""Columns of a table of new values, see `with_values`."""
 # number of files of `rows/` that are downloaded in parallel
 _FILES_AT_ONCE = 16
 
@@ -164,118 +177,122 @@ def with_source_values(
     return table
 
 
+def stored_schema(source_columns: Iterable[SourceColumn]) -> pa.Schema:
+    """Return the schema of the files: that of the rows table, and `SOURCE_VALUES`."""
+    return row_schema(source_columns).append(pa.field(SOURCE_VALUES, pa.string()))
+
+
 def write_rows(path: Path, table: pa.Table) -> None:
-    """Write the rows of one shard as a Parquet file."""
+    """Write the rows of one shard, which a change has not committed yet, as a Parquet
+    file.
+    """
     with naming(path):
         path.write_bytes(table_bytes(table))
 
 
-def read_shard_rows(
+def read_staged_rows(
     layout: Layout,
     shard: int,
     columns: list[str] | None = None,
-    committed: FileEntry | None = None,
+    staged: FileEntry | None = None,
     source_columns: Iterable[SourceColumn] = (),
-    edits: Edits | None = None,
 ) -> pa.Table:
-    """Read the rows of one shard, in row order.
+    """Read the rows of one shard that the current change has written, in row order.
 
     Args:
-        columns: names of the columns to read. None reads all standard columns and all
-            `source_columns`.
-        committed: entry of the file in the shard table. The file must match this entry.
-            None skips the comparison, for example during a build, when there is no
-            shard table yet.
+        columns: names of the columns to read. None reads all columns that the rows
+            files store.
+        staged: entry of the file in the receipt. The file must match this entry. None
+            skips the comparison.
         source_columns: source columns of the index. If the file lacks a column, its
             values are null in the result. If a column has a narrower type in the file,
             its values are converted.
-        edits: edits of the index, which replace values of source columns. None returns
-            the values in the file.
 
     Raises:
         CorruptIndexError: the file is missing or damaged.
         UsageError: `columns` contains a name that no column has.
     """
-    path = layout.rows_file(shard)
-    schema = row_schema(source_columns)
-    if columns is not None:
-        check_names(columns, schema.names)
-        schema = pa.schema([schema.field(name) for name in columns])
+    path = layout.staged_rows(shard)
+    if staged is not None:
+        path = layout.root / staged.path
+    schema = selected(stored_schema(source_columns), columns)
     try:
-        most = None if committed is None else committed.bytes
+        most = None if staged is None else staged.bytes
         data = read_index_file(layout.root, path, max_bytes=most)
-        if committed is not None:
-            check_content(path, committed, data)
-        source_names = set(schema.names) - set(ROW_SCHEMA.names)
+        if staged is not None:
+            check_content(path, staged, data)
+        optional = set(schema.names) - set(ROW_SCHEMA.names)
         # `row_id` is always read: if the file lacks all requested source columns, the
         # number of rows would not be known otherwise.
         names = list(dict.fromkeys([*schema.names, "row_id"]))
-        stored = read_table(data, names, optional=source_names)
-        table = cast_columns(stored, schema, source_names)
-        if edits is not None:
-            table = with_edits(table, edits, shard * edits.shard_size)
-        return table
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        pa.ArrowException,
-        # Damaged edits can also raise the errors that follow.
-        ArithmeticError,
-        LookupError,
-        RecursionError,
-    ) as error:
+        return cast_columns(read_table(data, names, optional=optional), schema)
+    except (OSError, ValueError, TypeError, pa.ArrowException) as error:
         raise cannot_read(f"the rows of shard {shard} in {path}", error) from error
 
 
-def edits_of(index: CommittedIndex, columns: Iterable[str] | None) -> Edits | None:
-    """Return the edits of `index`. Return None, without reading the edits, if `columns`
-    has standard columns only, which edits never change.
-    """
-    standard = {*ROW_SCHEMA.names}
-    return None if columns is not None and standard.issuperset(columns) else index.edits
-
-
-def with_edits(table: pa.Table, edits: Edits, first_row: int) -> pa.Table:
-    """Return `table` with edited values in place of stored ones.
+def with_values(table: pa.Table, values: pa.Table) -> pa.Table:
+    """Return `table`, rows in ascending order, with new values.
 
     Args:
-        table: consecutive rows.
-        first_row: row id of the first row of `table`.
-
-    Raises:
-        ValueError, TypeError, LookupError, ArithmeticError: the edits are damaged.
+        values: table with the columns of `VALUE_SCHEMA`, sorted by row id. Each line
+            sets a column of a row to `value`, which is JSON text; null removes the
+            value. Lines of rows that are not in `table` are ignored. No two lines have
+            the same row and column.
     """
-    edited = edits.of_rows(first_row, len(table))
-    for name in set(edited).intersection(table.column_names):
+    if not len(table):
+        return table
+    row_ids = row_ids_of(table)
+    limits = [row_ids[0], row_ids[-1] + 1]
+    start, stop = np.searchsorted(row_ids_of(values), limits).tolist()
+    new: dict[str, dict[int, str | None]] = {}
+    for line in values.slice(start, stop - start).to_pylist():
+        position = int(np.searchsorted(row_ids, line["row_id"]))
+        if row_ids[position] == line["row_id"]:
+            new.setdefault(line["column"], {})[position] = line["value"]
+    for name, of_column in new.items():
         number = table.schema.get_field_index(name)
         field = table.schema.field(number)
-        values = table[name].to_pylist()
-        for position, text in edited[name].items():
+        column = table[name].to_pylist()
+        for position, text in of_column.items():
             value = None if text is None else json.loads(text)
             if value is not None:
                 value = as_type(value, type_name(field.type))
-            values[position] = value
-        table = table.set_column(number, field, pa.array(values, field.type))
+            column[position] = value
+        table = table.set_column(number, field, pa.array(column, field.type))
     return table
 
 
-def cast_columns(
-    table: pa.Table, schema: pa.Schema, source_names: Collection[str]
-) -> pa.Table:
-    """Return the columns of `table` that `schema` names, converted to its types.
+def row_ids_of(table: pa.Table) -> Ints:
+    """Return the column `row_id` of a table without null row ids, int64 [k]."""
+    # `to_numpy` would import pandas if it is installed, which takes 0.25 s.
+    return np.from_dlpack(table["row_id"].combine_chunks()).astype(np.int64, copy=False)
 
-    Args:
-        source_names: names of the source columns in `schema`. A source column may have
-            a narrower type in `table` than in `schema`. If `table` lacks a source
-            column, its values are null in the result.
+
+def selected(schema: pa.Schema, columns: Iterable[str] | None) -> pa.Schema:
+    """Return the fields of `schema` with the names `columns`; None selects all.
+
+    Raises:
+        UsageError: `columns` contains a name that no field has.
+    """
+    if columns is None:
+        return schema
+    names = list(columns)
+    shown_names = [name for name in schema.names if name != SOURCE_VALUES]
+    check_names([name for name in names if name != SOURCE_VALUES], shown_names)
+    return pa.schema([schema.field(name) for name in dict.fromkeys(names)])
+
+
+def cast_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return the columns of `table` that `schema` names, converted to its types. A
+    column that is not a standard one may be missing in `table`, so that its values are
+    null in the result, or have a narrower type.
 
     Raises:
         ValueError, TypeError, pyarrow.ArrowException: a column cannot be converted.
     """
     arrays = []
     for field in schema:
-        if field.name not in source_names:
+        if field.name in ROW_SCHEMA.names:
             column = table[field.name]
         elif field.name not in table.schema.names:
             column = pa.nulls(len(table), field.type)
@@ -320,7 +337,7 @@ def standard_last(names: Iterable[str]) -> list[str]:
 def iter_rows(
     index: CommittedIndex, columns: Sequence[str] | None = None
 ) -> Iterator[pa.Table]:
-    """Yield one table per shard with the rows that are not deleted, in row order.
+    """Yield the rows that are not deleted, in row order, as one table per row group.
 
     Args:
         columns: names of the columns to read. None reads all columns.
@@ -329,40 +346,98 @@ def iter_rows(
         UsageError: `columns` contains a name that no column has.
         CorruptIndexError: a file is missing or damaged.
     """
-    tables = iter_stored_rows(index, columns)
-    for shard, table in zip(index.spec.shard_numbers(), tables, strict=True):
-        is_deleted = index.deleted.contain(np.array(index.spec.shard_rows(shard)))
-        yield table.filter(pa.array(~is_deleted)) if is_deleted.any() else table
+    if columns is None:
+        columns = row_schema(index.manifest.columns).names
+    names = as_list(columns, "columns", "names")
+    for table in iter_row_groups(index, ["row_id", *names]):
+        is_deleted = index.deleted.contain(row_ids_of(table))
+        if is_deleted.any():
+            table = table.filter(pa.array(~is_deleted))
+        yield table.select(names)
 
 
-def iter_stored_rows(
+def iter_row_groups(
     index: CommittedIndex,
-    columns: Sequence[str] | None = None,
-    shards: Iterable[int] | None = None,
+    columns: Iterable[str] | None = None,
+    row_ids: Ints | None = None,
+    files: Iterable[int] | None = None,
 ) -> Iterator[pa.Table]:
-    """Yield one table per shard with all its rows, including deleted rows, in row
-    order. For the errors, see `iter_rows`.
+    """Yield row groups of the rows table, which include deleted rows, in row order.
 
     Args:
-        columns: names of the columns to read. None reads all columns.
-        shards: numbers of the shards to read. None reads all shards.
+        columns: names of the columns to read: `row_id`, and others of `stored_schema`.
+            None reads all of them.
+        row_ids: int64 [k], ascending, ids of rows in use. Row groups without any of
+            these rows are skipped. None yields all row groups.
+        files: positions in `rows_files` of the files to read, ascending. None reads all
+            files, or those with `row_ids`.
+
+    Raises:
+        UsageError: `columns` contains a name that no column has.
+        CorruptIndexError: a file is missing or damaged.
     """
-    names = None if columns is None else list(columns)
-    if shards is None:
-        shards = index.spec.shard_numbers()
-    files = list(_rows_files(index, shards).items())
-    edits = edits_of(index, names)
-    for number, (shard, committed) in enumerate(files):
+    spec = index.spec
+    rows_files = index.manifest.rows_files
+    fields = stored_schema(index.manifest.columns)
+    if columns is not None:
+        fields = selected(fields, columns)
+    starts = [each.first_shard * spec.shard_size for each in rows_files]
+    positions = list(range(len(rows_files)) if files is None else files)
+    if row_ids is not None:
+        with_rows = np.searchsorted(starts, row_ids, side="right") - 1
+        positions = np.unique(with_rows).tolist()
+    for number, position in enumerate(positions):
         if number % _FILES_AT_ONCE == 0:
-            group = files[number : number + _FILES_AT_ONCE]
-            index.fetch([entry for _, entry in group])
-        yield read_shard_rows(
-            index.layout,
-            shard,
-            names,
-            committed,
-            index.manifest.columns,
-            edits,
+            soon = positions[number : number + _FILES_AT_ONCE]
+            index.fetch([rows_files[each].file for each in soon])
+        first_shard = rows_files[position].first_shard
+        ranges = spec.used_ranges(first_shard, index.manifest.stop_shard(position))
+        expected = np.concatenate([np.array(each) for each in ranges])
+        wanted = expected
+        if row_ids is not None:
+            limits = [expected[0], expected[-1] + 1]
+            start, stop = np.searchsorted(row_ids, limits).tolist()
+            wanted = row_ids[start:stop]
+        yield from _groups(index, position, fields, expected, wanted, row_ids is None)
+
+
+def _groups(
+    index: CommittedIndex,
+    position: int,
+    schema: pa.Schema,
+    expected: Ints,
+    wanted: Ints,
+    reads_all: bool,
+) -> Iterator[pa.Table]:
+    """Yield row groups of one rows file, with the columns of `schema`.
+
+    Args:
+        expected: row ids of all rows that the file must have.
+        wanted: row ids of the rows that are read, see `iter_row_groups`.
+    """
+    file = index.manifest.rows_files[position].file
+    found = 0
+
+    def convert(group: pa.Table) -> pa.Table:
+        nonlocal found
+        table = cast_columns(group, schema)
+        row_ids = row_ids_of(table)
+        start = int(np.searchsorted(expected, row_ids[:1])[0])
+        if not np.array_equal(expected[start : start + len(row_ids)], row_ids):
+            raise ValueError("its rows are not those of its shards")
+        limits = [row_ids[0], row_ids[-1] + 1]
+        first, stop = np.searchsorted(wanted, limits).tolist()
+        if first != found:
+            raise ValueError("its rows do not ascend")
+        found = stop
+        return table
+
+    table = CommittedTable(index, file, "row_id")
+    values = None if reads_all else wanted.tolist()
+    yield from table.groups(values, convert, schema.names)
+    if found != len(wanted):
+        raise CorruptIndexError(
+            f"{table.path} does not list all rows of its shards", remedy="verify"
         )
 
 
@@ -419,34 +494,26 @@ def read_index_rows(
     ids = check_row_ids(row_ids, spec.rows)
     index.deleted.refuse(ids)
     check_rows_in_use(ids, spec)
-    if not len(ids):
-        schema = row_schema(index.manifest.columns)
-        check_names(columns or (), schema.names)
-        return schema.empty_table().select(columns or schema.names)
-    shards, shard_indices = np.unique(ids // spec.shard_size, return_inverse=True)
-    files = _rows_files(index, shards.tolist())
-    layout = index.layout
-    source_columns = index.manifest.columns
-    index.fetch(files.values())
-    edits = edits_of(index, columns)
-    tables = [
-        read_shard_rows(layout, shard, columns, entry, source_columns, edits)
-        for shard, entry in files.items()
-    ]
-    starts = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
-    line_indices = starts[shard_indices] + ids % spec.shard_size
+    if columns is None:
+        columns = row_schema(index.manifest.columns).names
+    names = as_list(columns, "columns", "names")
+    wanted, lines = np.unique(ids, return_inverse=True)
+    fields = selected(stored_schema(index.manifest.columns), ["row_id", *names])
+    tables = [fields.empty_table()]
+    for group in iter_row_groups(index, ["row_id", *names], wanted):
+        row_ids_in_group = row_ids_of(group)
+        limits = [row_ids_in_group[0], row_ids_in_group[-1] + 1]
+        start, stop = np.searchsorted(wanted, limits)
+        lines_of_group = np.searchsorted(row_ids_in_group, wanted[start:stop])
+        tables.append(group.take(_indices(lines_of_group)))
+    return pa.concat_tables(tables).take(_indices(lines)).select(names)
+
+
+def _indices(values: Ints) -> pa.Array:
     # If pandas is installed, `pa.array` would import it, which takes longer than
     # reading the rows.
-    taken = pa.Array.from_buffers(
-        pa.int64(),
-        len(line_indices),
-        [None, pa.py_buffer(line_indices.astype(np.int64))],
-    )
-    return pa.concat_tables(tables).take(taken)
-
-
-def _rows_files(index: CommittedIndex, shards: Iterable[int]) -> dict[int, FileEntry]:
-    return CommittedFiles(index, ROWS_FILE).files(shards)
+    data = pa.py_buffer(np.ascontiguousarray(values, np.int64))
+    return pa.Array.from_buffers(pa.int64(), len(values), [None, data])
 
 
 def failures_by_reason(table: pa.Table) -> dict[str, int]:

@@ -6,6 +6,7 @@ captions, come from the sources of the images.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
@@ -17,6 +18,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from storage_formats.errors import CorruptIndexError
 from storage_formats.format.json_values import read_json
 
 Value: TypeAlias = bool | int | float | str | datetime.datetime | list[str]
@@ -306,6 +308,40 @@ def metadata_text(metadata: Mapping[str, Value]) -> str:
         separators=(",", ":"),
         default=text_of,
     )
+
+
+def source_values_text(values: Mapping[str, Value | None]) -> str | None:
+    """Return the text that a row stores in `SOURCE_VALUES`: the values that the sources
+    gave to the columns that users have set, as a JSON object. None if there are none.
+    """
+    if not values:
+        return None
+    return json.dumps(values, ensure_ascii=False, sort_keys=True, default=text_of)
+
+
+def values_of_sources(
+    text: str | None, columns: Mapping[str, SourceColumn]
+) -> dict[str, Value | None]:
+    """Return the values in `text`, a result of `source_values_text`, converted to the
+    types of their columns where this is possible.
+
+    Raises:
+        CorruptIndexError: `text` is not such a result.
+    """
+    try:
+        values: dict[str, Value | None] = json.loads(text or "{}")
+        items = values.items()
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CorruptIndexError(
+            f"the source values of a row are damaged ({error})", remedy="verify"
+        ) from error
+    typed = {}
+    for name, value in items:
+        typed[name] = value
+        if value is not None and name in columns:
+            with contextlib.suppress(ValueError, TypeError):
+                typed[name] = as_type(value, columns[name].type)
+    return typed
 
 
 def as_type(value: Value, column_type: str) -> Value:

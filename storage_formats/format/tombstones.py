@@ -1,9 +1,10 @@
-"""Tombstones, which record the deleted rows of a snapshot, and checks of row ids
-(SPEC.md section 12).
+"""Tombstones, which record the deleted rows of a snapshot, hashes of removed inputs,
+and checks of row ids (SPEC.md section 12).
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from storage_formats.errors import (
     RowIdError,
     UsageError,
 )
-from storage_formats.format.file_check import committed_content
+from storage_formats.format.file_check import FileEntry, committed_content
 from storage_formats.format.layout import IndexSpec
 
 if TYPE_CHECKING:
@@ -199,6 +200,37 @@ def read_tombstones(root: Path, spec: IndexSpec, snapshot: Snapshot) -> Tombston
                 f" {snapshot.deleted_rows}"
             )
     return tombstones
+
+
+_HASH_BYTES = 16
+
+
+def input_hash(uri: str, uri_raw: bytes | None, content_hash: str | None) -> bytes:
+    """Return a hash of the name and the content of an input, 16 bytes. An index stores
+    this hash for each input whose row a user has deleted.
+
+    Args:
+        uri, uri_raw, content_hash: values of the input in these columns of the rows
+            (SPEC.md section 9).
+    """
+    content = (content_hash or "").encode()
+    text = b"\0".join((uri.encode(), uri_raw or b"", content))
+    return hashlib.blake2b(text, digest_size=_HASH_BYTES).digest()
+
+
+def read_removed(root: Path, entry: FileEntry | None) -> frozenset[bytes]:
+    """Read the file with the `input_hash` of each removed input of the index at `root`.
+
+    Raises:
+        CorruptIndexError: the file is missing or damaged.
+    """
+    if entry is None:
+        return frozenset()
+    with committed_content(root, entry, "file of removed inputs") as data:
+        if len(data) % _HASH_BYTES:
+            raise ValueError(f"its length is not a multiple of {_HASH_BYTES}")
+        starts = range(0, len(data), _HASH_BYTES)
+        return frozenset(bytes(data[start : start + _HASH_BYTES]) for start in starts)
 
 
 def live_rows(index: CommittedIndex) -> Ints:

@@ -18,7 +18,6 @@ from storage_formats.format.checksum import crc32c
 from storage_formats.format.layout import (
     FORMAT_VERSION,
     OFFSET_ARRAY,
-    OFFSET_VERSION,
     IndexSpec,
     Layout,
 )
@@ -55,7 +54,7 @@ def zarr_documents(layout: Layout, spec: IndexSpec) -> dict[Path, Json]:
                 spec.block_shape,
                 spec.block_shape,
                 ("token", "channel"),
-                {"format_version": OFFSET_VERSION},
+                {"format_version": FORMAT_VERSION},
             )
         )
     documents = (group, embeddings, *arrays)
@@ -113,7 +112,6 @@ def _token_array(spec: IndexSpec, precision: str) -> Json:
     }
     if spec.offset is not None and precision in spec.offset.precisions:
         attributes |= {
-            "format_version": OFFSET_VERSION,
             "offset": f"tokens/{OFFSET_ARRAY}",
             "formula": "bfloat16(decoded record + offset), the sum in float32",
         }

@@ -23,6 +23,7 @@ from storage_formats.format.rows import (
     RowEntry,
     read_index_rows,
     rows_table,
+    stored_schema,
 )
 from storage_formats.format.tombstones import Tombstones
 from storage_formats.reading.embeddings import read_shard_embeddings
@@ -101,7 +102,8 @@ class RowCopier:
             TaskInterrupted: `should_stop` returned True. The unfinished files were
                 removed.
         """
-        table = read_index_rows(self._source, row_ids)
+        columns = stored_schema(self._source.manifest.columns).names
+        table = read_index_rows(self._source, row_ids, columns)
         originals = self._renumber(table["duplicate_of"].fill_null(-1).to_numpy())
         rows = with_row_ids(table, self._spec.shard_rows(shard), originals.tolist())
         if self._erased is not None:

@@ -5,16 +5,16 @@ the receipts of the shards.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import repeat
+
+import pyarrow as pa
 
 from storage_formats.atomic import Json
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.file_check import FileEntry
-from storage_formats.format.filter_tables import write_filter_table
 from storage_formats.format.layout import (
-    ROWS_FILE,
+    REMOVED_FILE,
     TOMBSTONES_FILE,
     IndexSpec,
     Segment,
@@ -32,6 +32,7 @@ from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.shard_table import write_named_file, write_shard_table
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.format.tombstones import Tombstones
+from storage_formats.writing.rows_files import write_rows_files
 
 
 def new_manifest(
@@ -99,9 +100,10 @@ def write_tables(
     columns: Sequence[SourceColumn],
     before: CommittedIndex | None = None,
     written: Place | None = None,
+    values: pa.Table | None = None,
 ) -> Json:
-    """Write the shard tables and the filter tables of the segments of `spec`. Return
-    values for the attributes `shard_tables` and `filter_tables` of `Manifest`.
+    """Write the shard tables of the segments of `spec`, and the rows files. Return
+    values for the attributes `shard_tables` and `rows_files` of `Manifest`.
 
     Args:
         spec: shape of the index after the change.
@@ -111,34 +113,27 @@ def write_tables(
             None if the index is new.
         written: place with the files of `receipts`, if they will replace files of
             `layout` later.
+        values: new values of rows, see `write_rows_files`.
     """
     written = written or layout
-    lines = {
-        file.path: (receipt.shard, file)
-        for receipt in receipts
-        for file in receipt.files
-    }
-    # shards whose rows the change wrote
-    new_shards = {
-        receipt.shard
-        for receipt in receipts
-        if ROWS_FILE.format(receipt.shard) in lines
-    }
+    staged: dict[int, tuple[Place, FileEntry]] = {}
+    lines: dict[str, tuple[int, FileEntry]] = {}
+    for receipt in receipts:
+        rows = layout.relative(layout.staged_rows(receipt.shard))
+        for file in receipt.files:
+            if file.path == rows:
+                staged[receipt.shard] = (written, file)
+            else:
+                lines[file.path] = (receipt.shard, file)
     tables: dict[Segment, FileEntry] = {}
-    filters: dict[Segment, FileEntry | None] = {}
     if before is not None:
         manifest = before.manifest
         old = manifest.spec
-        # An earlier version of the package wrote indexes without filter tables. The
-        # existing segments of such an index get None, because all their rows would have
-        # to be read to write filter tables.
-        stored_filters = manifest.filter_tables or repeat(None)
-        for segment, table, filter_table in zip(
-            old.used_segments, manifest.shard_tables, stored_filters, strict=False
-        ):
-            if new_shards.isdisjoint(spec.segment_shards(segment)):
-                filters[segment] = filter_table
-                if spec.precisions == old.precisions:
+        if spec.precisions == old.precisions:
+            for segment, table in zip(
+                old.used_segments, manifest.shard_tables, strict=True
+            ):
+                if staged.keys().isdisjoint(spec.segment_shards(segment)):
                     tables[segment] = table
         # A new table of an existing segment needs lines of the old table, too.
         if not tables.keys() >= {*spec.used_segments} & {*old.used_segments}:
@@ -152,21 +147,12 @@ def write_tables(
                     lines.setdefault(file.path, (shard, file))
     for segment in spec.used_segments:
         shards = spec.segment_shards(segment)
-        of_segment = [line for line in lines.values() if line[0] in shards]
         if segment not in tables:
+            of_segment = [line for line in lines.values() if line[0] in shards]
             tables[segment] = write_shard_table(layout, of_segment)
-        if segment not in filters:
-            rows = {
-                shard: (written if shard in new_shards else layout, file)
-                for shard, file in of_segment
-                if file.path == ROWS_FILE.format(shard)
-            }
-            for source, file in rows.values():
-                source.fetch([file])
-            filters[segment] = write_filter_table(layout, spec, segment, rows, columns)
     return {
         "shard_tables": tuple(tables[segment] for segment in spec.used_segments),
-        "filter_tables": tuple(filters[segment] for segment in spec.used_segments),
+        "rows_files": write_rows_files(layout, spec, columns, staged, before, values),
     }
 
 
@@ -176,6 +162,15 @@ def next_first_row(manifest: Manifest) -> int:
     """
     spec = manifest.spec
     return max(spec.shards, manifest.snapshot.next_shard) * spec.shard_size
+
+
+def write_removed(layout: Place, removed: Collection[bytes]) -> FileEntry | None:
+    """Write the file with the hashes of removed inputs, and return its entry. Return
+    None, without writing a file, if there are none.
+    """
+    if not removed:
+        return None
+    return write_named_file(layout, REMOVED_FILE, b"".join(sorted(removed)))
 
 
 def with_tombstones(

@@ -160,8 +160,8 @@ class ShardWriter:
 
         Args:
             rows: rows table with one line per row of the shard. It has the columns of
-                `storage_formats.format.rows.ROW_SCHEMA`, and source columns if there
-                are any.
+                `storage_formats.format.rows.ROW_SCHEMA`, and source columns and
+                `SOURCE_VALUES` if there are any.
             plan: fingerprint of the plan, see `ShardReceipt`.
             seconds: time spent in each stage, see `ShardReceipt`.
             encoded_on: see `ShardReceipt`.
@@ -174,7 +174,7 @@ class ShardWriter:
         final = self._layout.embedding_shard(self._shard)
         self.add_bytes("embeddings", final, self.embeddings.tobytes())
         write_rows(self.path("rows"), rows)
-        where = self._layout.relative(self._layout.rows_file(self._shard))
+        where = self._layout.relative(self._layout.staged_rows(self._shard))
         self.add("rows", FileEntry(where, *crc32c_file(self.path("rows"))))
         statuses = rows["status"].to_pylist()
         details = rows["detail"].to_pylist()

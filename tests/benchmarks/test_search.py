@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.peers import READER, StoredRecords, subject_versions
 from benchmarks.search import _open_system, keeps_up, load_values, open_loop, verdict
-from tests.conftest import REPO
+from tests.conftest import REPO, golden_index
 
 GOLDEN = REPO / "tests" / "golden" / "release_0_1"
 # The bundle of release 0.1 names a hubness correction.
@@ -24,14 +24,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*hubness correction:RuntimeWarn
 def test_every_system_finds_the_same_hits(tmp_path, reader):
     if subject_versions()[reader][0] is None:
         pytest.skip(f"{reader} is not installed")
-    source = StoredRecords(GOLDEN / "index", "bf16", 1000)
+    source = StoredRecords(golden_index(), "bf16", 1000)
     count = len(source.row_ids)
     blocks = source.store.fetch(source.row_ids).astype(np.float32)
     search = _open_system(reader, source, tmp_path, count)
     for words in (blocks[3][:2], blocks[1][:3]):
         scores = source.store.max_sim(words, source.row_ids)
         best = source.row_ids[np.argsort(-np.nan_to_num(scores, nan=-np.inf))]
-        width = json.loads((GOLDEN / "index/index.json").read_text())["embed_dim"]
+        width = json.loads((golden_index() / "index.json").read_text())["embed_dim"]
         hits = search(words, np.eye(width, dtype=np.float32)[0])
         assert list(hits) == best[: len(hits)].tolist()
         assert len(hits) > 1
@@ -108,7 +108,7 @@ def test_an_index_without_embeddings_to_search_is_refused(index, run):
 def test_the_command_measures_every_workload(tmp_path, run):
     import shutil
 
-    index = shutil.copytree(GOLDEN / "index", tmp_path / "index")
+    index = shutil.copytree(golden_index(), tmp_path / "index")
     (tmp_path / "queries.txt").write_text("\n".join(map("{} canoes".format, range(8))))
     options = ["--model", GOLDEN / "model", "--queries", tmp_path / "queries.txt"]
     options += ["--pool", 11, "--seconds", 1, "--report", tmp_path / "out", "--json"]

@@ -28,7 +28,7 @@ from storage_formats.format.manifest import Manifest
 from storage_formats.format.places import Directory
 from storage_formats.format.rows import ROW_SCHEMA
 from storage_formats.format.shard_table import read_shard_table, write_shard_table
-from tests.conftest import REPO, write_random_index
+from tests.conftest import REPO, rows_path, write_random_index
 
 SPEC = IndexSpec(rows=40, shard_size=32, block_shape=(2, 4), embed_dim=12)
 
@@ -91,8 +91,16 @@ def commit(layout: Layout, *changed: Path, **spec: Any) -> None:
         indexed=spec.get("rows", SPEC.rows),
     )
     table = write_shard_table(layout, files)
+    rows_files = tuple(
+        replace(each, file=entries.get(each.file.path, each.file))
+        for each in manifest.rows_files
+    )
     replace(
-        manifest, spec=replace(SPEC, **spec), counts=counts, shard_tables=(table,)
+        manifest,
+        spec=replace(SPEC, **spec),
+        counts=counts,
+        shard_tables=(table,),
+        rows_files=rows_files,
     ).write(layout)
 
 
@@ -109,7 +117,7 @@ def test_a_sound_index_opens(opened, layout):
 FILES: dict[str, tuple[Callable[[Layout], Path], str]] = {
     "tokens": (lambda layout: layout.token_shard("bf16", 0), "fetch"),
     "embeddings": (lambda layout: layout.embedding_shard(0), "embeddings"),
-    "rows": (lambda layout: layout.rows_file(0), "rows"),
+    "rows": (lambda layout: rows_path(layout.root), "rows"),
     "ann": (lambda layout: layout.ann_index, "ann"),
 }
 
@@ -243,7 +251,7 @@ def test_a_small_rows_table_takes_no_memory(opened, layout, rows, text_bytes):
     """Parquet stores a value that repeats once, however long it is and however
     often it repeats.
     """
-    path = layout.rows_file(0)
+    path = rows_path(layout.root)
     numbers = (
         pa.nulls(rows, pa.int64()).fill_null(0)
         if rows > SPEC.rows

@@ -15,10 +15,10 @@ import pytest
 from edje_index import evaluate
 from storage_formats import TokenStore, verify_index
 from tests.command_line import run_here
-from tests.conftest import REPO
+from tests.conftest import REPO, golden_index
 
 GOLDEN = REPO / "tests" / "golden" / "release_0_1"
-INDEX = GOLDEN / "index"
+INDEX = golden_index()
 MODEL = GOLDEN / "model"
 # weight of the embedding similarity in the bundle
 EMBEDDING_WEIGHT = 1.5

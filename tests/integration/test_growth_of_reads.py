@@ -40,8 +40,7 @@ CANDIDATES = 100
 def indexes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wide")
     return {
-        shards: make_wide_index(folder / str(shards), shards, SPEC, rows_files=True)
-        for shards in SHARDS
+        shards: make_wide_index(folder / str(shards), shards, SPEC) for shards in SHARDS
     }
 
 

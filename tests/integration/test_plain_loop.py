@@ -17,7 +17,7 @@ from edje_index.bundles.shipped_model import (
 )
 from edje_index.search.token_index import TokenIndex
 from pipelines import build_index
-from tests.conftest import REPO
+from tests.conftest import REPO, golden_index
 from tests.integration.plain_loop import PlainLoop
 
 GOLDEN = REPO / "tests" / "golden" / "release_0_1"
@@ -65,7 +65,7 @@ def test_golden_queries():
         for line in captions_of(GOLDEN / "captions.jsonl")
         for caption in line["captions"]
     ]
-    check_same(GOLDEN / "index", GOLDEN / "model", texts, 12)
+    check_same(golden_index(), GOLDEN / "model", texts, 12)
 
 
 @pytest.mark.slow

@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from pipelines import quantize_index
-from storage_formats.format.layout import Layout
+from storage_formats.format.places import Directory
 from storage_formats.format.rows import read_rows
-from tests.conftest import REPO
+from tests.conftest import REPO, rows_path
 from tests.pipelines.conftest import (
     INLINE,
     run_build,
@@ -62,7 +62,7 @@ def test_a_build_accounts_for_every_input(run, build, index):
     assert "ignored 1 other file: .txt 1" in err
     assert result["ignored"] == {".txt": 1}
     assert "1 input failed: not-an-image 1" in err
-    assert not Layout(index).journal.exists()
+    assert not Directory(index).journal.exists()
     rows = read_rows(index).to_pylist()
     assert [row["status"] for row in rows].count("indexed") == 8
     assert rows[3]["duplicate_of"] == 1
@@ -126,10 +126,11 @@ def test_the_same_command_again_does_nothing_and_says_so(run, build, index):
 
 def test_a_missing_or_shortened_file_of_a_finished_index_is_reported(run, build, index):
     run(*build)
-    with open(index / "rows/00000001.parquet", "ab") as file:
+    path = rows_path(index)
+    with open(path, "ab") as file:
         file.truncate(100)
     code, _, err = run(*build)
-    assert (code, "rows/00000001.parquet has 100 bytes instead of the " in err) == (
+    assert (code, f"rows/{path.name} has 100 bytes instead of the " in err) == (
         1,
         True,
     ), err
@@ -176,7 +177,7 @@ def test_a_build_where_everything_fails_writes_no_index(run, build, photos, inde
         f"{photos / name} (empty)" for name in ("00.jpg", "01.jpg", "02.jpg")
     )
     assert f"The first are {names}; " in err
-    assert not Layout(index).manifest.exists()
+    assert not Directory(index).manifest.exists()
 
 
 def test_a_build_with_too_many_failures_stops_and_goes_on_with_a_larger_limit(
@@ -197,9 +198,9 @@ def test_a_build_with_too_many_failures_stops_and_goes_on_with_a_larger_limit(
             in err
         )
         assert "error: --max-failed: " in err
-        assert not Layout(index).manifest.exists()
+        assert not Directory(index).manifest.exists()
     assert len(run("failures", index)[1].splitlines()) == 2
-    kept = Layout(index).rows_file(0).stat().st_mtime_ns
+    kept = Directory(index).embedding_shard(0).stat().st_mtime_ns
     code, out, _ = run(*build, "--max-failed", 0.2, "--json")
     assert code == 0
     assert json.loads(out)["failed"] == 2
@@ -207,7 +208,7 @@ def test_a_build_with_too_many_failures_stops_and_goes_on_with_a_larger_limit(
         "a resumed build knows what its plan ignored"
     )
     assert json.loads(run(*build, "--max-failed", 0.2, "--json")[1])["ignored"] is None
-    assert Layout(index).rows_file(0).stat().st_mtime_ns == kept, (
+    assert Directory(index).embedding_shard(0).stat().st_mtime_ns == kept, (
         "finished shards are not encoded again"
     )
 
@@ -286,7 +287,7 @@ def test_a_signal_stops_a_build_cleanly_and_the_same_command_resumes(
     with open(tmp_path / "log", "w") as log:
         process = start_build(build, tmp_path, log)
         deadline = time.monotonic() + 120
-        while not list(Layout(index).receipts.glob("*.json")):
+        while not list(Directory(index).receipts.glob("*.json")):
             assert process.poll() is None, (tmp_path / "log").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.01)

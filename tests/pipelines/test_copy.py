@@ -79,7 +79,7 @@ def test_a_copy_has_the_same_files(index, tmp_path):
         sum(map(len, contents(index).values())) - _size(index),
     )
     # erasure overwrites files in place
-    assert (index / "rows/00000000.parquet").stat().st_nlink == 1
+    assert (index / "embeddings/c.0.0").stat().st_nlink == 1
 
 
 def _size(index: Path) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,18 +16,14 @@ from edje_index.search.rows import IndexRows
 from pipelines import compact_index, copy_index, delete_rows, merge_indexes
 from pipelines.jobs.snapshots import history, roll_back, set_columns
 from storage_formats import (
-    CorruptIndexError,
     IndexSpec,
     IndexWriter,
     Manifest,
     RowIdError,
     UsageError,
     read_rows,
-    verify_index,
 )
-from storage_formats.format.edits import EDIT_SCHEMA, GIVEN, Edits
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.places import Directory
 from tests.conftest import problems_and_counts, write_random_index
 from tests.pipelines.conftest import stop_after_one_shard
 
@@ -145,9 +140,9 @@ def test_compaction_merge_and_copy_write_the_values_to_the_rows(index, tmp_path)
     compact_index(index, dense)
     assert [*column(dense, "title").values()] == ["a", "c", "d"]
     for root, removed in ((part, 0), (merged, 0), (dense, 1)):
-        # only what the sources gave is left, and the input that was deleted
-        names = CommittedIndex.open(root).edits.lines["column"].to_pylist()
-        assert {*names[: len(names) - removed]} == {GIVEN + "title"}
+        assert len(CommittedIndex.open(root).removed) == removed
+        set_columns(root, [0], unset=["title"])
+        assert 0 not in column(root, "title")
     for root in (index, part, merged, dense):
         assert problems_and_counts(root) == []
 
@@ -156,7 +151,7 @@ def test_an_erasure_removes_edited_values(index):
     set_columns(index, [3, 20], {"title": ["Jane Doe", "b"]})
     delete_rows(index, rows=[3], erase=True)
     assert "Jane Doe" not in str(read_rows(index).to_pylist())
-    (path,) = index.glob("manifest/edits-*")
+    (path,) = (index / "rows").iterdir()
     assert "Jane Doe" not in str(pq.read_table(path).to_pylist())
     assert column(index, "title") == {20: "b"}
     assert problems_and_counts(index) == []
@@ -195,20 +190,7 @@ def test_rows_that_do_not_exist_are_refused(index):
             set_columns(index, [row], {"c": ["x"]})
 
 
-def test_damaged_edits_are_told(index):
-    set_columns(index, [3], {"c": ["x"]})
-    (path,) = index.glob("manifest/edits-*")
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with pytest.raises(CorruptIndexError, match=r"edits-.*damaged or replaced"):
-        read_rows(index)
-    assert [path.name in problem.message for problem in verify_index(index)] == [True]
-    # other damage is found, too
-    (index / "tokens/bf16/c.1.0.0").unlink()
-    paths = {problem.path for problem in verify_index(index)}
-    assert paths == {"tokens/bf16/c.1.0.0", f"manifest/{path.name}"}
-
-
-def test_many_edits_leave_few_files_and_each_writes_little(index):
+def test_many_edits_leave_one_file_of_a_size(index):
     expected = {}
     sizes = []
     for number in range(60):
@@ -216,40 +198,36 @@ def test_many_edits_leave_few_files_and_each_writes_little(index):
         title = f"title {number}"
         set_columns(index, [row], {"title": [title]})
         expected[row] = title
-        if number in (20, 40):
-            # also adds a line, of the input
-            delete_rows(index, [35 + number // 40])
-        entries = Manifest.load(index).edits
-        sizes.append(sum(entry.bytes for entry in entries[-1:]))
-        assert len(entries) <= 6
+        (file,) = Manifest.load(index).rows_files
+        sizes.append(file.file.bytes)
         assert column(index, "title") == expected
     assert problems_and_counts(index) == []
-    # the first and the last of them wrote about as much
-    assert max(sizes[-10:]) < 2.5 * max(sizes[:10])
-    roll_back(index, 3)
-    assert column(index, "title") == {0: "title 0", 6: "title 1", 12: "title 2"}
+    assert max(sizes[-10:]) < 1.5 * max(sizes[:10])
+    roll_back(index, 40)
+    assert column(index, "title")[12] == "title 37"
 
 
-@pytest.mark.parametrize(
-    ("row_id", "value"),
-    [
-        (36, "[" * 100_000),
-        (36, "{}"),
-        (36, str(1 << 70)),
-        (37, "1"),
-        (-1, "1"),
-        (39, "1"),
-    ],
-)
-def test_edits_from_elsewhere_are_checked(index, row_id, value):
-    set_columns(index, [36], {"c": [1]})
-    opened = CommittedIndex.open(index)
-    lines = pa.table([[row_id], ["c"], [value]], schema=EDIT_SCHEMA)
-    entries = Edits(SPEC.shard_size, lines).write(Directory(index), SPEC)
-    replace(opened.manifest, edits=entries).write(Directory(index))
-    with pytest.raises(CorruptIndexError, match="cannot read"):
-        read_rows(index, columns=["c"])
-    assert verify_index(index)
+def test_an_unset_value_is_that_of_the_sources(tmp_path):
+    root = tmp_path / "index"
+    given = {"title": ["a", "b", None], "stars": [1, 2, 3], "when": [NOON] * 3}
+    with IndexWriter.create(root, block_shape=(1, 16), embed_dim=2) as writer:
+        writer.append(np.ones((3, 1, 16), np.float32), np.ones((3, 2)), given)
+    set_columns(root, [0, 1, 2], {"title": ["x", None, "z"], "stars": [9]})
+    set_columns(root, [0], {"title": ["y"], "when": [NOON.replace(hour=1)]})
+    assert column(root, "title") == {0: "y", 2: "z"}
+    result = set_columns(root, [0, 1, 2], {"stars": [8]}, unset=["title"])
+    assert (result.rows, result.values, result.columns) == (3, 6, ("stars", "title"))
+    assert column(root, "title") == {0: "a", 1: "b"}
+    assert column(root, "stars") == dict.fromkeys(range(3), 8)
+    result = set_columns(root, [], where="row_id < 2", unset=["stars", "when"])
+    assert (result.values, column(root, "stars")) == (3, {0: 1, 1: 2, 2: 8})
+    assert column(root, "when") == dict.fromkeys(range(3), NOON)
+    # nothing is left to take back
+    again = set_columns(root, [0, 1], unset=["stars", "title"])
+    assert (again.values, again.snapshot) == (0, result.snapshot)
+    assert problems_and_counts(root) == []
+    with pytest.raises(UsageError, match=r"no column titel \(did you mean title\?\)"):
+        set_columns(root, [0], unset=["titel"])
 
 
 def test_the_command_sets_texts_numbers_and_lists(index, run):
@@ -270,6 +248,11 @@ def test_the_command_sets_texts_numbers_and_lists(index, run):
     assert run(*edit_titles)[0] == 2
     out = run(*edit_titles, "--new-column")[1]
     assert "1 value of titles set; new column: titles" in out
+    assert (
+        "1 value of titles set"
+        in run("edit", index, "--rows", 3, "--unset", "titles")[1]
+    )
+    assert column(index, "titles") == {}
     code, _, error = run("edit", index, "--rows", 3, "--set", "title")
     assert (code, "COLUMN=VALUE" in error) == (2, True)
 

@@ -42,6 +42,7 @@ from storage_formats.format.shard_table import (
 from storage_formats.remote import objects
 from storage_formats.remote.objects import ObjectFolder
 from storage_formats.writing.index_copy import begin_remote_copy
+from tests.conftest import rows_path
 from tests.edje_index.search.indexes import build_photos
 from tests.pipelines.test_copy import check_equal, contents
 
@@ -173,7 +174,7 @@ def test_damage_is_not_copied(index, tmp_path, folder):
     assert list(folder.list_sizes()) == ["index.json"]
     folder.delete(["index.json"])
     copy_index(index, URL)
-    key = "rows/00000001.parquet"
+    key = rows_path(index).relative_to(index).as_posix()
     damaged = flipped((index / key).read_bytes(), 40)
     info = folder.info(key)
     put(key, damaged, **info.metadata)
@@ -260,7 +261,7 @@ DAMAGES = {
     "checksums/bf16/00000000.crc32c": lambda data: None,
     "checksums/fp8/00000001.crc32c": lambda data: flipped(data, 3),
     "embeddings/c.1.0": lambda data: flipped(data, 9),
-    "rows/00000002.parquet": lambda data: data[: len(data) // 2],
+    "rows": lambda data: data[: len(data) // 2],
     "ann/index.faiss": lambda data: flipped(data, len(data) - 1),
     "ann/index-12345678.faiss": lambda data: b"stray",
 }
@@ -282,9 +283,12 @@ def test_damage_gives_the_same_problems_as_on_disk(local, tmp_path, run):
     sound = tmp_path / "sound"
     shutil.copytree(local, sound)
     for keys in ([], *([key] for key in DAMAGES), list(DAMAGES)):
-        for key in keys:
+        for name in keys:
+            key = name
+            if name == "rows":
+                key = rows_path(local).relative_to(local).as_posix()
             path = local / key
-            data = DAMAGES[key](path.read_bytes() if path.exists() else b"")
+            data = DAMAGES[name](path.read_bytes() if path.exists() else b"")
             if data is None:
                 path.unlink()
                 ObjectFolder.open(URL).delete([key])

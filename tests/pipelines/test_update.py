@@ -619,7 +619,10 @@ def test_values_that_users_set_survive_a_retry(photos, config):
     assert (result.unchanged, result.edited) == (3, 0)
     write("B")
     assert update(root).edited == 1
-    assert captions(root)["07.jpg"] == "B"
+    assert captions(root)["07.jpg"] == "mine"
+    set_columns(root, read_rows(root)["row_id"].to_pylist(), unset=["caption", "title"])
+    assert captions(root) == {"00.jpg": "a", "07.jpg": "B", "08.jpg": "c"}
+    assert not read_rows(root, columns=["title"])["title"].is_valid().to_pylist()[-1]
 
 
 def test_a_retry_keeps_deleted_and_excluded_members_of_an_archive_out(
@@ -689,9 +692,7 @@ def test_changed_columns_of_a_list_are_replaced_without_encoding(photos, config)
 
 
 @pytest.mark.parametrize("rewrite", ["nothing", "compact", "erase", "merge", "copy"])
-def test_edited_values_stay_until_the_source_changes_them(
-    photos, config, tmp_path, rewrite
-):
+def test_edited_values_stay_until_they_are_unset(photos, config, tmp_path, rewrite):
     path = photos / "list.csv"
 
     def write(*values: str) -> None:
@@ -710,7 +711,7 @@ def test_edited_values_stay_until_the_source_changes_them(
     expected = {
         "00.jpg": "mine",
         "01.jpg": "mine",
-        "02.jpg": "C",
+        "02.jpg": "mine",
         "03.jpg": "D",
         "04.jpg": "e",
     }
@@ -741,11 +742,18 @@ def test_edited_values_stay_until_the_source_changes_them(
     # back to what the photos were built with, and what a user had replaced
     write("a", "B", "c", "d", "e")
     assert update(root).edited == 3
-    expected |= {"01.jpg": "B", "02.jpg": "c", "03.jpg": "d"}
+    expected["03.jpg"] = "d"
     assert captions(root) == expected
     write("a", "b", "c", "d", "e")
     assert update(root).edited == 1
-    assert captions(root) == expected | {"01.jpg": "b"}
+    assert captions(root) == expected
+    set_columns(root, [], where="caption = 'mine'", unset=["caption"])
+    unset = {"00.jpg": "a", "01.jpg": "b", "02.jpg": "c"}
+    assert captions(root) == expected | unset
+    assert update(root).edited == 0
+    write("A", "b", "c", "d", "e")
+    assert update(root).edited == 1
+    assert captions(root) == expected | unset | {"00.jpg": "A"}
     assert problems_and_counts(root) == []
 
 
@@ -774,7 +782,7 @@ def test_edited_values_of_a_duplicate_survive_the_loss_of_its_original(
     assert update(root).edited == 0
     path.write_text("path,caption\n01.jpg,B\n")
     assert update(root).edited == 1
-    assert captions(root) == {"01.jpg": "B"}
+    assert captions(root) == {"01.jpg": "mine"}
     assert problems_and_counts(root) == []
 
 

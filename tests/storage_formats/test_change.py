@@ -114,7 +114,7 @@ def kill(root, kind, plan=None):
 @pytest.mark.parametrize("ends", ["the next change", "the removal of garbage"])
 def test_files_of_killed_writers_are_removed(index, ends):
     root, _ = index
-    names = ("tokens/offset/c.0.0", "rows/00000099.parquet", "ann/new.faiss")
+    names = ("tokens/offset/c.0.0", "rows/rows-00000099.parquet", "ann/new.faiss")
     paths = [root / name for name in names]
     paths.append(private_path(root / "index.json", Directory(root).staging))
     if ends == "the next change":

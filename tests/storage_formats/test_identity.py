@@ -17,7 +17,6 @@ from storage_formats import (
     IndexSpec,
     Manifest,
     TokenStore,
-    read_rows,
 )
 from storage_formats.format import shard_table
 from storage_formats.format.layout import Layout
@@ -27,7 +26,7 @@ from tests.conftest import same_bits, write_random_index
 SPEC = IndexSpec(
     rows=40, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8")
 )
-KINDS = ("tokens", "checksums", "rows")
+KINDS = ("tokens", "checksums")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,6 @@ def files_of(root, shard):
     return {
         "tokens": layout.token_shard("bf16", shard),
         "checksums": layout.checksums("bf16", shard),
-        "rows": layout.rows_file(shard),
     }
 
 
@@ -84,13 +82,6 @@ def test_files_of_two_shards_that_were_exchanged_are_noticed(
                     assert caught.value.row_ids == tuple(rows)
                 else:
                     assert same_bits(store.fetch(rows), blocks[list(rows)])
-                if "rows" in exchanged:
-                    with pytest.raises(
-                        CorruptIndexError, match=files_of(root, shard)["rows"].name
-                    ):
-                        read_rows(root, rows)
-                else:
-                    assert read_rows(root, rows)["row_id"].to_pylist() == list(rows)
 
 
 @pytest.mark.parametrize("fetched_before", [False, True])
@@ -113,8 +104,8 @@ def test_an_index_that_is_replaced_under_an_open_store_is_noticed(
 
 
 def test_a_large_shard_table_is_read_in_parts(tmp_path, monkeypatch):
-    # the 6 files of a shard are in two groups
-    monkeypatch.setattr(shard_table, "_TABLE_GROUP_LINES", 5)
+    # the 5 files of a shard are in two groups
+    monkeypatch.setattr(shard_table, "_TABLE_GROUP_LINES", 4)
     blocks = write_random_index(tmp_path, SPEC)
     read = ParquetRowGroups.read
     groups = []
@@ -125,7 +116,7 @@ def test_a_large_shard_table_is_read_in_parts(tmp_path, monkeypatch):
     )
     with TokenStore.open(tmp_path) as store:
         assert same_bits(store.fetch([17]), blocks[[17]])
-        # lines 12 to 17, of groups of five lines
+        # lines 10 to 14, of groups of four lines
         assert len(groups) == 2
         store.fetch([16, 23])
         assert len(groups) == 2

@@ -33,8 +33,8 @@ EVERYTHING = {
     "offset": {**ENTRY, "precisions": ["bf16"]},
     "segments": [{"first_row": 0, "rows": 5, "shard_table": ENTRY}],
     "columns": [{"name": "text", "type": "string", "kinds": ["text"], "values": 3}],
-    "edits": [ENTRY],
-    "filter_tables": [ENTRY],
+    "rows_files": [{"first_shard": 0, "file": ENTRY}],
+    "removed": ENTRY,
     "counts": {"inputs": 5, "indexed": 3, "duplicates": 1, "failed": {"empty": 1}},
     "ann": {
         "kind": "flat",
@@ -107,7 +107,7 @@ def test_a_number_that_cannot_be_a_count_is_damage(tmp_path):
     Manifest.load(tmp_path)
     # `record_bytes` follows from the precision and is not read
     members = [path for path in integers(whole) if "record_bytes" not in path]
-    assert len(members) == 29
+    assert len(members) == 30
     for *path, last in members:
         for wrong in (-1, 10**30, True, 1.5, "1", []):
             value = copy.deepcopy(whole)

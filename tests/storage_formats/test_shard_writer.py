@@ -39,7 +39,7 @@ def test_a_receipt_is_invalid_for_another_plan_or_after_loss_of_files(tmp_path):
     assert read_receipts(layout, [0], "plan").get(0) is None
     commit_shard(tmp_path)
     assert read_receipts(layout, [0], "other").get(0) is None
-    for path in (layout.token_shard("bf16", 0), layout.rows_file(0)):
+    for path in (layout.token_shard("bf16", 0), layout.staged_rows(0)):
         data = path.read_bytes()
         path.write_bytes(data[:-1])
         assert read_receipts(layout, [0], "plan").get(0) is None

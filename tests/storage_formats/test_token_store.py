@@ -159,9 +159,11 @@ def test_opening_does_not_depend_on_the_number_of_rows(tmp_path):
     counts = replace(manifest.counts, inputs=rows, indexed=rows)
     spec = replace(SPEC, rows=rows, shard_size=1024)
     table = replace(manifest.shard_tables[0], bytes=10**8)
-    replace(manifest, spec=spec, counts=counts, shard_tables=(table,)).write(
-        Directory(tmp_path)
-    )
+    (rows_file,) = manifest.rows_files
+    long = replace(rows_file, file=replace(rows_file.file, bytes=10**10))
+    replace(
+        manifest, spec=spec, counts=counts, shard_tables=(table,), rows_files=(long,)
+    ).write(Directory(tmp_path))
     # sparse files of the right lengths
     for shard in (0, spec.shards - 1):
         _, length = padded_shard_bytes(

@@ -154,7 +154,7 @@ def test_a_sample_that_is_not_positive_is_refused(sound, sample):
 
 def test_samples_find_damage_in_their_shards_only(copy):
     layout = Directory(copy)
-    damaged = {1: layout.rows_file(1), 2: layout.token_shard("bf16", 2)}
+    damaged = {1: layout.embedding_shard(1), 2: layout.token_shard("bf16", 2)}
     for path in damaged.values():
         path.write_bytes(path.read_bytes()[:-1])
     found = []
@@ -168,7 +168,6 @@ def test_samples_find_damage_in_their_shards_only(copy):
         assert steps == [(1, 1)]
         found.append(tuple(problem.path for problem in problems))
         assert len(found) < 100
-    assert not (copy / "verified.bin").exists()
 
 
 def test_a_check_ends_after_its_time(tmp_path, monkeypatch):
@@ -177,7 +176,7 @@ def test_a_check_ends_after_its_time(tmp_path, monkeypatch):
 
     def slowly(*shard):
         time.sleep(0.02)
-        checked.append(shard[3])
+        checked.append(shard[2])
         return check_shard(*shard)
 
     monkeypatch.setattr("storage_formats.verify.check_shard", slowly)

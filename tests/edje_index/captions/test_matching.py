@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from edje_index.captions.matching import (
@@ -19,10 +21,11 @@ from edje_index.captions.matching import (
 from edje_index.captions.reading import CaptionedImage
 from pipelines import delete_rows
 from storage_formats import IndexWriter, UsageError
+from storage_formats.format.file_check import FileEntry
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.rows import read_all_rows, read_shard_rows, write_rows
-from tests.conftest import write_random_index
+from storage_formats.format.manifest import CommittedIndex, Manifest, RowsFile
+from storage_formats.format.rows import read_all_rows, write_rows
+from tests.conftest import rows_path, write_random_index
 
 SPEC = IndexSpec(rows=11, shard_size=4, block_shape=(2, 8), embed_dim=4)
 
@@ -43,24 +46,25 @@ def index(tmp_path):
 def match(
     root: Path, wanted: list[CaptionedImage], *, allow_none: bool = False
 ) -> MatchedRows:
-    shards = [
-        read_shard_rows(Layout(root), shard, list(NAME_COLUMNS))
-        for shard in range(SPEC.shards)
-    ]
-    return match_items(root, pa.concat_tables(shards), wanted, allow_none=allow_none)
+    table = read_all_rows(CommittedIndex.open(root), NAME_COLUMNS)
+    return match_items(root, table, wanted, allow_none=allow_none)
 
 
 def set_values(index: Path, row: int, **changes: object) -> None:
-    shard, offset = divmod(row, SPEC.shard_size)
-    table = read_shard_rows(Layout(index), shard)
+    layout = Layout(index)
+    manifest = Manifest.load(index)
+    path = rows_path(index)
+    table = pq.read_table(path)
     for name, value in changes.items():
         column = table.column_names.index(name)
         values = table[name].to_pylist()
-        values[offset] = value
+        values[row] = value
         table = table.set_column(
             column, name, pa.array(values, table.schema.field(name).type)
         )
-    write_rows(Layout(index).rows_file(shard), table)
+    write_rows(path, table)
+    files = (RowsFile(0, FileEntry.of(layout, path)),)
+    replace(manifest, rows_files=files).write(layout)
 
 
 def test_rows_and_what_is_missing(index):

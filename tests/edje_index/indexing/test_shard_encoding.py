@@ -32,7 +32,7 @@ from storage_formats.errors import EdjeError, TaskInterrupted
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.places import Directory
 from storage_formats.format.receipts import read_receipts
-from storage_formats.format.rows import read_shard_rows
+from storage_formats.format.rows import read_staged_rows
 from storage_formats.reading.embeddings import read_shard_embeddings
 
 
@@ -109,7 +109,7 @@ def test_every_input_is_a_row_and_decodable_ones_hold_the_model_output(case, enc
     assert (receipt.rows, receipt.indexed, receipt.duplicates) == (8, 5, 1)
     assert receipt.failed == {"empty": 1, "truncated": 1}
     assert read_receipts(_layout(task), [0], "plan").get(0) == receipt
-    rows = read_shard_rows(_layout(task), 0)
+    rows = read_staged_rows(_layout(task), 0)
     assert rows["row_id"].to_pylist() == list(range(8))
     assert rows["uri"].to_pylist() == [ref.uri for ref in refs[:8]]
     assert rows["status"].to_pylist() == [
@@ -224,7 +224,7 @@ def test_last_shard_and_missing_file(case, encoder):
     task, refs = case
     receipt = encode_shard(replace(task, shard=1), encoder)
     assert (receipt.rows, receipt.indexed, receipt.failed) == (3, 2, {"missing": 1})
-    assert read_shard_rows(_layout(task), 1)["uri_raw"].to_pylist()[2] == refs[10].path
+    assert read_staged_rows(_layout(task), 1)["uri_raw"].to_pylist()[2] == refs[10].path
 
 
 def test_stopping_leaves_no_shard_and_no_threads(case, encoder):

@@ -27,7 +27,7 @@ from storage_formats import Manifest, RowIdError, TokenStore, UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.places import Directory
 from storage_formats.reading.embeddings import read_embeddings
-from tests.conftest import REPO
+from tests.conftest import REPO, golden_index
 from tests.edje_index.scoring.bundles import WEIGHTS, bundle_with_all_parts
 from tests.edje_index.search.indexes import (
     DUPLICATE_ROW,
@@ -164,7 +164,7 @@ def test_the_joint_encoder_scores_only_what_may_come_first(monkeypatch, width):
     """`width` is the length of the range of the logits that the bundle names, as a
     share of their actual range.
     """
-    index = TokenIndex.open(GOLDEN / "index", GOLDEN / "model", score=SCORE)
+    index = TokenIndex.open(golden_index(), GOLDEN / "model", score=SCORE)
     texts = [
         "a dog plays in the snow",
         "two red boats",
@@ -239,11 +239,11 @@ def test_scores_that_a_bundle_cannot_compute_are_refused(built):
 
 
 def test_another_precision_of_the_same_index():
-    exact = TokenIndex.open(GOLDEN / "index", GOLDEN / "model")
+    exact = TokenIndex.open(golden_index(), GOLDEN / "model")
     rough = exact.with_precision("nvfp4")
     assert (exact.precision, rough.precision) == ("bf16", "nvfp4")
     expected = TokenIndex.open(
-        GOLDEN / "index", GOLDEN / "model", precision="nvfp4"
+        golden_index(), GOLDEN / "model", precision="nvfp4"
     ).search("a red canoe")
     assert rough.search("a red canoe") == expected != exact.search("a red canoe")
     with pytest.raises(UsageError, match="does not have precision 'int8'"):
