@@ -11,7 +11,6 @@ import math
 import random
 import re
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, replace
@@ -194,26 +193,31 @@ def _problems(
         group_shards = len(shards)
     started = time.monotonic()
 
-    def items() -> Iterator[tuple[int, dict[str, FileEntry]]]:
+    first_shards = [each.first_shard for each in manifest.rows_files]
+    check_rows = functools.cache(functools.partial(_check_rows, index))
+    checked_files = set[int]()
+
+    def items() -> Iterator[tuple[int, dict[str, FileEntry], bool]]:
         for start in range(0, len(shards), group_shards):
             group = sorted(shards[start : start + group_shards])
-            for item in iter_shard_files(index, group):
+            for shard, files in iter_shard_files(index, group):
                 elapsed = time.monotonic() - started
                 if max_duration is not None and elapsed >= max_duration:
                     return
-                yield item
+                position = bisect.bisect_right(first_shards, shard) - 1
+                checked_files.add(position)
+                yield shard, files, check_rows(position) is None
 
     problems = list(_check_metadata(index))
     counts = Counts(0, 0, 0)
-    rows_files = _RowsFiles(index)
-    check = functools.partial(_check_shard, index, rows_files)
+    check = functools.partial(_check_shard, index)
     checked = ordered_map(check, items(), _THREADS, 2 * _THREADS)
     for done, (shard_problems, shard_counts) in enumerate(checked, 1):
         problems += shard_problems
         counts = add_counts(counts, shard_counts)
         if on_progress:
             on_progress(done, len(shards))
-    problems += filter(None, rows_files.checked.values())
+    problems += filter(None, map(check_rows, sorted(checked_files)))
     # If a rows file cannot be read, its rows are missing from `counts`, so the totals
     # cannot be compared.
     is_complete = checks_all and counts.inputs == manifest.spec.used_rows
@@ -230,66 +234,43 @@ def _problems(
 
 
 def _check_shard(
-    index: CommittedIndex,
-    rows_files: _RowsFiles,
-    item: tuple[int, Mapping[str, FileEntry]],
+    index: CommittedIndex, item: tuple[int, Mapping[str, FileEntry], bool]
 ) -> tuple[list[Problem], Counts]:
     """Check a shard with `check_shard`. If the index is on an object store, the files
     of the shard are downloaded first.
 
     Args:
-        item: (shard number, entries of the files of the shard, keyed by path).
+        item: (shard number, entries of the files of the shard, keyed by path, whether
+            its rows file is sound).
 
     Returns:
         (problems, counts of the inputs).
     """
-    shard, files = item
+    shard, files, has_rows = item
     layout = index.layout
     manifest = index.manifest
     paths = shard_paths(layout, manifest.spec, shard)
     rows = None
-    if rows_files.problem(shard) is None:
+    if has_rows:
         row_ids = manifest.spec.shard_rows(shard)
         rows = read_index_rows(index.undeleted(), row_ids, ["status", "reason"])
     with files_here(index, [files[path] for path in paths if path in files]):
         return check_shard(layout, manifest, shard, files, rows)
 
 
-class _RowsFiles:
-    """Checks each rows file of an index once, when the first of its shards is checked.
-    Thread-safe.
-
-    Attributes:
-        checked: the problem of each checked file, or None, by position in `rows_files`.
-    """
-
-    def __init__(self, index: CommittedIndex) -> None:
-        self._index = index
-        self._first_shards = [each.first_shard for each in index.manifest.rows_files]
-        self._lock = threading.Lock()
-        self.checked: dict[int, Problem | None] = {}
-
-    def problem(self, shard: int) -> Problem | None:
-        """Return the problem of the file with the rows of `shard`."""
-        position = bisect.bisect_right(self._first_shards, shard) - 1
-        with self._lock:
-            if position not in self.checked:
-                self.checked[position] = self._check(position)
-            return self.checked[position]
-
-    def _check(self, position: int) -> Problem | None:
-        index = self._index
-        entry = index.manifest.rows_files[position].file
-        # A file of an object store is compared while `iter_row_groups` downloads it.
-        if index.remote is None and (problem := check_file(index.root, entry)):
-            return problem
-        try:
-            for _ in iter_row_groups(index, files=[position]):
-                pass
-        except CorruptIndexError as error:
-            message = f"cannot be read: {error.__cause__ or error}"
-            return _check_file(index, entry) or Problem(entry.path, "rows", message)
-        return None
+def _check_rows(index: CommittedIndex, position: int) -> Problem | None:
+    """Check the rows file at `position` in `rows_files`."""
+    entry = index.manifest.rows_files[position].file
+    # A file of an object store is compared while `iter_row_groups` downloads it.
+    if index.remote is None and (problem := check_file(index.root, entry)):
+        return problem
+    try:
+        for _ in iter_row_groups(index, files=[position]):
+            pass
+    except CorruptIndexError as error:
+        message = f"cannot be read: {error.__cause__ or error}"
+        return _check_file(index, entry) or Problem(entry.path, "rows", message)
+    return None
 
 
 @contextlib.contextmanager

@@ -150,28 +150,22 @@ class IndexRows:
         the column `row_id` and at least the columns `names`.
         """
         tables: dict[int, pa.Table] = {}
-        missing = []
         read = {"row_id", *names}
+        is_missing = np.ones(len(row_ids), np.bool_)
         with self._lock:
-            for row_id in row_ids.tolist():
-                number = bisect.bisect_right(self._first_rows, row_id) - 1
-                first = self._first_rows[number] if number >= 0 else -1
-                if first not in tables and first >= 0:
-                    table = self._groups[first]
-                    # The row may be in a later row group, which is not in memory.
-                    if row_id > table["row_id"][-1].as_py():
-                        missing.append(row_id)
-                    elif not {*names} <= {*table.column_names}:
-                        missing.append(row_id)
-                        read.update(table.column_names)
-                    else:
-                        tables[first] = table
-                        self._groups.move_to_end(first)
-                elif first < 0 or row_id > tables[first]["row_id"][-1].as_py():
-                    missing.append(row_id)
-        if missing:
-            wanted = np.array(missing, np.int64)
-            for table in iter_row_groups(self._index, read, wanted):
+            numbers = np.searchsorted(self._first_rows, row_ids, side="right") - 1
+            for number in np.unique(numbers[numbers >= 0]).tolist():
+                first = self._first_rows[number]
+                table = self._groups[first]
+                if not {*names} <= {*table.column_names}:
+                    read.update(table.column_names)
+                    continue
+                # Other rows may be in later row groups, which are not in memory.
+                is_missing &= (numbers != number) | (row_ids > row_ids_of(table)[-1])
+                tables[first] = table
+                self._groups.move_to_end(first)
+        if is_missing.any():
+            for table in iter_row_groups(self._index, read, row_ids[is_missing]):
                 first = table["row_id"][0].as_py()
                 tables[first] = table
                 self._keep(first, table)

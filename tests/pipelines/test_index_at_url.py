@@ -282,13 +282,12 @@ def local(index):
 def test_damage_gives_the_same_problems_as_on_disk(local, tmp_path, run):
     sound = tmp_path / "sound"
     shutil.copytree(local, sound)
-    for keys in ([], *([key] for key in DAMAGES), list(DAMAGES)):
-        for name in keys:
-            key = name
-            if name == "rows":
-                key = rows_path(local).relative_to(local).as_posix()
+    rows = rows_path(local).relative_to(local).as_posix()
+    damages = {rows if key == "rows" else key: each for key, each in DAMAGES.items()}
+    for keys in ([], *([key] for key in damages), list(damages)):
+        for key in keys:
             path = local / key
-            data = DAMAGES[name](path.read_bytes() if path.exists() else b"")
+            data = damages[key](path.read_bytes() if path.exists() else b"")
             if data is None:
                 path.unlink()
                 ObjectFolder.open(URL).delete([key])
