@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.images.frames import DecodeSettings
+from edje_index.indexing.kept_batches import KeptBatches
 from edje_index.inputs.helpers import MESSAGE_INPUTS, REMOTE_THREADS, Helpers
 from edje_index.inputs.input_lists import read_shard_inputs
 from edje_index.inputs.preparation import Preparation
@@ -53,6 +54,8 @@ _BATCHES_AHEAD = 2
 # If batches are small, at least this number of images is prepared ahead, so that
 # requests for inputs on servers overlap.
 _IMAGES_AHEAD = 32
+# The batches of a shard are kept if the whole shard would take longer than this time.
+_LONG_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,9 @@ def encode_shard(
     """Encode and commit one shard. If an input is damaged or missing, its row gets the
     status "failed".
 
+    If the shard would take longer than a minute, its batches are kept, and a later
+    call uses them, see `KeptBatches`.
+
     If the GPU runs out of memory, the shard is encoded again with half of the batch
     size. The receipt then names the smaller batch size.
 
@@ -105,8 +111,7 @@ def encode_shard(
             process.
 
     Raises:
-        TaskInterrupted: `should_stop` returned True. The next run starts the shard
-            again.
+        TaskInterrupted: `should_stop` returned True.
         TransientInputError: an input cannot be read or decoded because of a problem of
             the machine.
         EdjeError: the GPU has too little memory for a single image.
@@ -163,19 +168,37 @@ def _encode_at(
         prepare = helpers.prepare
         step = min(MESSAGE_INPUTS, -(-size // threads))
 
-    # positions in the shard, in parts of batches
-    parts = [
-        range(first, min(first + step, start + size, len(refs)))
+    # positions in the shard
+    all_batches = [
+        range(start, min(start + size, len(refs)))
         for start in range(0, len(refs), size)
-        for first in range(start, min(start + size, len(refs)), step)
     ]
+    processor = encoder.processor(task.batch_size)
+    keeper = KeptBatches(
+        place, task.shard, f"{task.plan} {task.batch_size} {processor}"
+    )
+    kept = keeper.read(all_batches)
+    for start, batch in kept.items():
+        for entry, values in zip(entries[start:], batch.rows, strict=False):
+            vars(entry).update(values)
+    missing = [each for each in all_batches if each.start not in kept]
+    parts = [
+        range(first, min(first + step, positions.stop))
+        for positions in missing
+        for first in range(positions.start, positions.stop, step)
+    ]
+    # place in the memory of the first image of each batch
+    places = {
+        positions.start: number % batches * size
+        for number, positions in enumerate(missing)
+    }
 
     def prepare_part(part: range) -> int:
         """Prepare the inputs of `part`, and return the end of `part`."""
-        # The position in the memory follows from the position in the shard. So the
-        # bytes of a batch do not depend on the order in which inputs are prepared.
+        # The place in the memory follows from the position in the shard. So the bytes
+        # of a batch do not depend on the order in which inputs are prepared.
         pending = [at for at in part if entries[at].status == INDEXED]
-        jobs = [(at % (batches * size), refs[at]) for at in pending]
+        jobs = [(places[at - at % size] + at % size, refs[at]) for at in pending]
         for at, columns in zip(pending, prepare(jobs), strict=True):
             vars(entries[at]).update(columns)
         return part.stop
@@ -193,27 +216,40 @@ def _encode_at(
             ahead=(batches - 1) * -(-size // step),
         )
         failed = 0
-        for start in range(0, len(refs), size):
+        started = time.monotonic()
+        # number of rows that this call has encoded
+        encoded = 0
+        for positions in all_batches:
             if should_stop():
                 raise TaskInterrupted
-            done = min(start + size, len(refs))
-            with _timed(stages, "wait"):
-                while next(ends) < done:
-                    pass
+            start, done = positions.start, positions.stop
             rows = entries[start:done]
-            ready = _indexed(rows)
-            if len(ready):
-                first = start % (batches * size)
-                with _timed(stages, "encode"):
-                    ready, tokens, embeddings = _encode(
-                        encoder, rows, ready, memory[first : first + size]
-                    )
+            if start in kept:
+                batch = kept.pop(start)
                 with _timed(stages, "write"):
-                    problems = writer.outside(tokens)
-                    for index, problem in problems.items():
-                        rows[ready[index]].fail("out-of-range", problem)
-                    kept = [at for at in range(len(ready)) if at not in problems]
-                    writer.put(start + ready[kept], tokens[kept], embeddings[kept])
+                    writer.put(start + batch.ready, batch.tokens, batch.embeddings)
+            else:
+                encoded += len(rows)
+                with _timed(stages, "wait"):
+                    while next(ends) < done:
+                        pass
+                ready = _indexed(rows)
+                if len(ready):
+                    first = places[start]
+                    with _timed(stages, "encode"):
+                        ready, tokens, embeddings = _encode(
+                            encoder, rows, ready, memory[first : first + size]
+                        )
+                    with _timed(stages, "write"):
+                        problems = writer.outside(tokens)
+                        for index, problem in problems.items():
+                            rows[ready[index]].fail("out-of-range", problem)
+                        sound = [at for at in range(len(ready)) if at not in problems]
+                        outputs = ready[sound], tokens[sound], embeddings[sound]
+                        writer.put(start + outputs[0], *outputs[1:])
+                        seconds = (time.monotonic() - started) / encoded
+                        if seconds * len(refs) > _LONG_SECONDS:
+                            keeper.write(positions, rows, *outputs)
             failed += sum(row.status == FAILED for row in rows)
             stages["read"] += sum(row.read_seconds for row in rows)
             stages["decode"] += sum(row.decode_seconds for row in rows)
@@ -224,8 +260,9 @@ def _encode_at(
             table = with_source_values(
                 rows_table(entries), task.columns, [ref.metadata for ref in refs]
             )
-        processor = encoder.processor(task.batch_size)
-        return writer.commit(table, task.plan, stages, processor)
+        receipt = writer.commit(table, task.plan, stages, processor)
+    keeper.remove()
+    return receipt
 
 
 def _row_entry(row_id: int, ref: InputRef) -> RowEntry:

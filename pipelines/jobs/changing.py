@@ -113,6 +113,8 @@ class ShardWork:
         described: further attributes of the event `PlanReady`, by name.
         check: function that is called after each finished shard with all receipts so
             far. It raises FailedInputsError to end the work.
+        kept_rows: function that returns the number of finished rows of unfinished
+            shards, with which a later run goes on.
     """
 
     activity: str
@@ -127,6 +129,7 @@ class ShardWork:
     target: Place | None = None
     described: Json = field(default_factory=dict)
     check: Callable[[Sequence[ShardReceipt]], None] = lambda receipts: None
+    kept_rows: Callable[[], int] = lambda: 0
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -618,7 +621,7 @@ def run_shards(
         of_shard = (
             f"shard {error.task.shard}: " if isinstance(error, TaskFailedError) else ""
         )
-        rows = sum(receipt.rows for receipt in receipts)
+        rows = sum(receipt.rows for receipt in receipts) + work.kept_rows()
         raise JobStopped(
             f"{of_shard}{describe_error(error)}; {rows:,} of"
             f" {counted(work.rows, 'row')} are kept, {len(receipts):,} of"

@@ -104,6 +104,7 @@ def encoding(
         execution: the result of `choose_workers`.
         needs_one: True to raise an error if no input can be indexed.
     """
+    from edje_index.indexing.kept_batches import kept_rows
     from edje_index.indexing.shard_encoding import ShardTask
 
     layout = change.layout
@@ -217,6 +218,7 @@ def encoding(
             "ignored": plan.ignored,
         },
         check=check,
+        kept_rows=lambda: kept_rows(layout),
     )
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from edje_index.indexing import ann_kind, shard_encoding
+from edje_index.indexing.image_encoder import ImageEncoder
+from edje_index.indexing.kept_batches import kept_rows
 from edje_index.inputs.input_lists import read_shard_inputs, write_input_lists
 from pipelines import append_index, update_index
 from pipelines.jobs.plan import Plan
-from pipelines.progress.events import JobStopped, PlanReady
+from pipelines.progress.events import JobStopped, PlanReady, Progress
 from storage_formats import verify_index
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.journal import read_journal
@@ -66,6 +68,35 @@ def test_a_shard_with_a_damaged_receipt_is_encoded_again(config, damage):
         receipt["files"][0]["crc32c"] = "00000000"
     path.write_text(json.dumps(receipt))
     assert finished_before(config()) == 0
+
+
+def test_a_stop_inside_a_slow_shard_keeps_its_batches(config, monkeypatch):
+    monkeypatch.setattr(shard_encoding, "_LONG_SECONDS", 0.0)
+    done = []
+
+    def note(event):
+        done.extend([event.done] if isinstance(event, Progress) else [])
+
+    request = config(shard_size=16)
+    with pytest.raises(
+        JobStopped, match=r"stopped; [1-9] of \d+ rows are kept, 0 of 1"
+    ):
+        run_build(request, note, lambda: bool(done))
+    layout = Directory(request.out)
+    kept = kept_rows(layout)
+    assert 0 < kept < read_journal(request.out).plan["spec"]["rows"]
+    encoded = []
+    encode = ImageEncoder.encode
+
+    def counted(self, images):
+        encoded.append(len(images))
+        return encode(self, images)
+
+    monkeypatch.setattr(ImageEncoder, "encode", counted)
+    result = run_build(request)
+    assert sum(encoded) == result.indexed - kept
+    assert verify_index(request.out) == []
+    assert not layout.build.joinpath("batches").exists()
 
 
 def test_a_stop_during_the_last_shard_comes_before_the_search_index(config):

@@ -21,8 +21,14 @@ from edje_index.images import resize
 from edje_index.images.decode import content_hash, decode_rgb
 from edje_index.images.frames import DecodeSettings
 from edje_index.images.transient import TransientInputError
+from edje_index.indexing import shard_encoding
 from edje_index.indexing.image_encoder import ImageEncoder
-from edje_index.indexing.shard_encoding import ShardTask, encode_shard
+from edje_index.indexing.kept_batches import kept_rows
+from edje_index.indexing.shard_encoding import (
+    ShardTask,
+    batches_in_memory,
+    encode_shard,
+)
 from edje_index.inputs.helpers import Helpers
 from edje_index.inputs.input_lists import write_input_lists
 from edje_index.inputs.preparation import Preparation
@@ -32,7 +38,7 @@ from storage_formats.errors import EdjeError, TaskInterrupted
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.places import Directory
 from storage_formats.format.receipts import read_receipts
-from storage_formats.format.rows import read_staged_rows
+from storage_formats.format.rows import TIMING_COLUMNS, read_staged_rows
 from storage_formats.reading.embeddings import read_shard_embeddings
 
 
@@ -101,6 +107,82 @@ def stored(task: ShardTask) -> tuple[np.ndarray, np.ndarray]:
 
 def _layout(task: ShardTask) -> Directory:
     return Directory(Path(task.root))
+
+
+class Stops:
+    """A function `should_stop` that stops before a batch."""
+
+    def __init__(self, before: int) -> None:
+        self.left = before
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+@pytest.mark.parametrize(("batch_size", "helpers"), [(1, 0), (2, 2), (3, 0)])
+def test_a_stopped_shard_goes_on_with_its_kept_batches(
+    case, encoder, monkeypatch, request, batch_size, helpers
+):
+    task = replace(case[0], batch_size=batch_size)
+    encode_shard(task, encoder)
+    expected = shard_content(task)
+    layout = _layout(task)
+    folder = layout.build / "batches"
+    assert not folder.exists(), "the shard was fast"
+    monkeypatch.setattr(shard_encoding, "_LONG_SECONDS", 0.0)
+    encode = encoder.encode
+    encoded = []
+
+    def counted(images):
+        encoded.append(len(images))
+        return encode(images)
+
+    monkeypatch.setattr(encoder, "encode", counted)
+
+    pool = None
+    if helpers:
+        preparation = Preparation(task.decoding, encoder.preprocess)
+        pool = Helpers(helpers, preparation, batches_in_memory(batch_size) * batch_size)
+        request.addfinalizer(pool.close)
+
+    def run(should_stop):
+        encoded.clear()
+        encode_shard(task, encoder, should_stop=should_stop, helpers=pool)
+
+    run(lambda: False)
+    whole = [*encoded]
+    assert (shard_content(task), [*folder.glob("*")]) == (expected, [])
+    for stop in range(1, -(-8 // batch_size)):
+        with pytest.raises(TaskInterrupted):
+            run(Stops(stop))
+        kept = len(encoded)
+        paths = sorted(folder.glob("*/*"))
+        assert (len(paths), kept_rows(layout) > 0) == (kept, kept > 0)
+        run(lambda: False)
+        assert encoded == whole[kept:]
+        assert shard_content(task) == expected
+    with pytest.raises(TaskInterrupted):
+        run(Stops(-(-8 // batch_size) - 1))
+    first, *others = sorted(folder.glob("*/*"))
+    # one of the batches between others is missing or damaged
+    first.write_bytes(first.read_bytes()[:-1] + b"?")
+    for path in others[1:2]:
+        path.unlink()
+    # of another plan
+    with pytest.raises(TaskInterrupted):
+        encode_shard(replace(task, plan="other"), encoder, should_stop=Stops(1))
+    run(lambda: False)
+    assert len(encoded) == len(whole) - len(others) + len(others[1:2])
+    assert shard_content(task) == expected
+
+
+def shard_content(task: ShardTask) -> object:
+    """All bytes of a shard, and its rows without times."""
+    layout = _layout(task)
+    rows = read_staged_rows(layout, task.shard).drop_columns(list(TIMING_COLUMNS))
+    files = (layout.token_shard("bf16", task.shard), layout.embedding_shard(task.shard))
+    return [path.read_bytes() for path in files], rows.to_pylist()
 
 
 def test_every_input_is_a_row_and_decodable_ones_hold_the_model_output(case, encoder):

@@ -1,0 +1,129 @@
+"""Keeps the encoded batches of unfinished shards in `build/batches/`, so that a build
+that was stopped goes on inside a shard.
+
+The files are a cache: a file that is missing, damaged or cannot be written costs time,
+but changes no byte of the index. The end of the change removes them with `build/`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from storage_formats.arrays import Floats, Ints
+from storage_formats.codecs import BF16, Blocks
+from storage_formats.format.checksum import crc32c
+from storage_formats.format.places import Place
+from storage_formats.format.rows import RowEntry
+from storage_formats.remote.objects import ObjectStoreError
+
+_CRC_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The outputs of the model for one batch of a shard.
+
+    Attributes:
+        rows: for each row of the batch, values of the attributes of its `RowEntry`.
+        ready: int64 [k], positions in the batch of the images that were encoded.
+        tokens: bfloat16 [k, m, d].
+        embeddings: float32 [k, embed_dim].
+    """
+
+    rows: Sequence[dict[str, Any]]
+    ready: Ints
+    tokens: Blocks
+    embeddings: Floats
+
+
+class KeptBatches:
+    """The kept batches of one shard.
+
+    Args:
+        identity: text that determines the outputs of the model, apart from the inputs.
+            Batches that were kept with another identity are not used.
+    """
+
+    def __init__(self, place: Place, shard: int, identity: str) -> None:
+        self._place = place
+        self._is_empty = True
+        key = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        self._folder = place.build / "batches" / f"{shard:08d}-{key}"
+
+    def read(self, batches: Sequence[range]) -> dict[int, Batch]:
+        """Return those of `batches`, ranges of positions in the shard, that are kept
+        and sound, keyed by their first position.
+        """
+        kept = {}
+        names = {path.name for path in self._place.names(self._folder)}
+        self._is_empty = not names
+        for rows in batches:
+            if _name(rows) in names:
+                with contextlib.suppress(
+                    OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile
+                ):
+                    kept[rows.start] = self._read(rows)
+        return kept
+
+    def _read(self, rows: range) -> Batch:
+        data = self._place.read(self._folder / _name(rows)) or b""
+        content = data[_CRC_BYTES:]
+        if data[:_CRC_BYTES] != crc32c(content).to_bytes(_CRC_BYTES, "little"):
+            raise ValueError("the batch does not match its checksum")
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            values = json.loads(arrays["rows"].tobytes())
+            tokens = arrays["tokens"].view(BF16)
+            return Batch(values, arrays["ready"], tokens, arrays["embeddings"])
+
+    def write(
+        self,
+        positions: range,
+        entries: Sequence[RowEntry],
+        ready: Ints,
+        tokens: Blocks,
+        embeddings: Floats,
+    ) -> None:
+        """Keep the batch at `positions` of the shard."""
+        # The plan of the build gives the bytes of the URI, which JSON cannot represent.
+        rows = [{**vars(entry)} for entry in entries]
+        for row in rows:
+            del row["uri_raw"]
+        text = json.dumps(rows).encode()
+        buffer = io.BytesIO()
+        np.savez(
+            buffer,
+            rows=np.frombuffer(text, np.uint8),
+            ready=ready,
+            tokens=tokens.view(np.uint16),
+            embeddings=embeddings,
+        )
+        content = buffer.getvalue()
+        crc = crc32c(content).to_bytes(_CRC_BYTES, "little")
+        self._is_empty = False
+        with contextlib.suppress(OSError, ObjectStoreError):
+            self._place.write(self._folder / _name(positions), crc + content)
+
+    def remove(self) -> None:
+        """Remove the kept batches of the shard, which is finished."""
+        if not self._is_empty:
+            self._place.remove(self._place.names(self._folder))
+
+
+def kept_rows(place: Place) -> int:
+    """Return the number of rows in the kept batches of all shards."""
+    paths = place.names(place.build / "batches")
+    bounds = (path.stem.split("-") for path in paths)
+    return sum(int(stop) - int(start) for start, stop in bounds)
+
+
+def _name(rows: range) -> str:
+    return f"{rows.start}-{rows.stop}.npz"
