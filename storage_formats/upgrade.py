@@ -94,12 +94,11 @@ def upgrade_index(
         )
         paths = [*earlier, layout.manifest]
         values = {path: _read(layout, path) for path in paths}
-        current = values[layout.manifest]
-        oldest = current.get("oldest_snapshot") or 0
+        oldest = _number(values[layout.manifest], "oldest_snapshot")
         old = [
             path
             for path, value in values.items()
-            if is_old_format(value) and value.get("snapshot", 0) >= oldest
+            if is_old_format(value) and _number(value, "snapshot") >= oldest
         ]
         if old:
             _end_change(layout, say)
@@ -129,10 +128,13 @@ def _end_change(layout: Directory, say: Callable[[str], None]) -> None:
     except CorruptIndexError:
         say("discarding an unfinished change whose journal is damaged")
     kept = (layout.lock, layout.journal)
-    _remove(path for path in layout.build.iterdir() if path not in kept)
+    _remove([path for path in layout.build.iterdir() if path not in kept])
     # The journal is removed last, because it tells the next run that the other files
-    # are leftovers.
+    # are leftovers. With the new `index.json`, it would seem to be that of a committed
+    # change, so its removal must reach the device first.
+    fsync_path(layout.build)
     _remove([layout.journal])
+    fsync_path(layout.build)
 
 
 def _read(layout: Directory, path: Path) -> Json:
@@ -148,6 +150,11 @@ def _read(layout: Directory, path: Path) -> Json:
         Manifest.parse(data, path)
         raise CorruptIndexError(f"{path} does not match its checksum")
     return value
+
+
+def _number(value: Json, name: str) -> int:
+    member = value.get(name)
+    return member if isinstance(member, int) else 0
 
 
 def _upgraded(

@@ -110,7 +110,9 @@ class Directory(Place):
         if not self.erased.exists():
             return
         finals = []
-        for folder in Layout(self.erased).shard_folders():
+        erased = Layout(self.erased)
+        # Only erasures of earlier formats have files in `rows`.
+        for folder in (*erased.shard_folders(), erased.rows):
             for path in self.names(folder):
                 finals.append(self.root / path.relative_to(self.erased))
                 path.replace(finals[-1])

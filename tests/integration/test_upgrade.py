@@ -154,6 +154,20 @@ def test_an_unfinished_change_is_discarded(old):
     assert remove_snapshots(old).files == 0
 
 
+def test_a_committed_erasure_is_finished_first(old):
+    layout = Layout(old)
+    for name in ("rows/00000000.parquet", "tokens/bf16/c.1.0.0"):
+        moved = layout.erased / name
+        moved.parent.mkdir(parents=True)
+        (old / name).rename(moved)
+    Journal("delete", {}, "0" * 64, plan={}).write(layout)
+    with pytest.raises(UsageError, match="upgrade"):
+        read_rows(old)
+    assert upgrade_index(old) == 7
+    assert problems_and_counts(old) == []
+    assert rows_of_snapshots(old) == EXPECTED["rows"]
+
+
 class Killed(BaseException):
     pass
 
