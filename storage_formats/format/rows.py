@@ -392,7 +392,9 @@ def iter_row_groups(
             index.fetch([rows_files[each].file for each in soon])
         first_shard = rows_files[position].first_shard
         ranges = spec.used_ranges(first_shard, index.manifest.stop_shard(position))
-        expected = np.concatenate([np.array(each) for each in ranges])
+        # `np.array` would convert a range number by number.
+        parts = [np.arange(each.start, each.stop) for each in ranges]
+        expected = np.concatenate(parts)
         wanted = expected
         if row_ids is not None:
             limits = [expected[0], expected[-1] + 1]
