@@ -207,8 +207,10 @@ def copy_records(
         r = targets[k]
         x = y = z = _ONES
         for offset in range(0, whole, 64):
-            for address in (a, b, c):
-                _prefetch(address + offset + _AHEAD_BYTES)
+            # a prefetch makes copies 6 % slower
+            if copies == NO_COPY:
+                for address in (a, b, c):
+                    _prefetch(address + offset + _AHEAD_BYTES)
             if sums:
                 x = _crc_line(x, a + offset)
                 y = _crc_line(y, b + offset)
