@@ -158,6 +158,21 @@ class EdjeReader(Subject):
         return np.stack(blocks).view(np.uint8).reshape(len(ids), -1)
 
 
+class EdjeRecords(Subject):
+    """This project's reader without decoding: `TokenStore.fetch_records`."""
+
+    setting = (
+        "TokenStore.fetch_records into a buffer: stored bytes, as the other libraries"
+        " return, but checked"
+    )
+
+    def open(self) -> None:
+        self._store = TokenStore.open(self.source.root, self.source.precision)
+
+    def fetch(self, ids: Ints, out: Records) -> Records:
+        return self._store.fetch_records(ids, out)
+
+
 class Memmap(Subject):
     """Reads rows of one memory-mapped array with `np.take`. The EDJE paper reads
     tokens in this way.
@@ -350,6 +365,7 @@ class Hdf5(Subject):
 
 
 READER = "edje-index"
+RECORDS = "edje-index records"
 PEERS: Mapping[str, type[Subject]] = {
     "np.memmap": Memmap,
     "TensorStore": TensorStore,
@@ -360,7 +376,11 @@ PEERS: Mapping[str, type[Subject]] = {
 }
 """The compared libraries by name, in the order of reports."""
 
-SUBJECTS: Mapping[str, type[Subject]] = {READER: EdjeReader, **PEERS}
+SUBJECTS: Mapping[str, type[Subject]] = {
+    READER: EdjeReader,
+    RECORDS: EdjeRecords,
+    **PEERS,
+}
 """Everything that a worker process can measure, by name."""
 
 

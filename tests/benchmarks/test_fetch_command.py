@@ -33,6 +33,7 @@ def test_everything_on_an_index(index, run, tmp_path):
         assert row["command"]
     measured = {(row["subject"], row["case"]) for row in rows if row["values"]}
     assert {("edje-index", "cold"), ("np.memmap", "warm")} <= measured
+    assert ("edje-index records", "warm") in measured
     assert (DEVICE, "cold") in measured or shutil.which("fio") is None
     assert "runs take about" in err
     assert "warning: bf16, fp8: only the first 300 rows are read" in err

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.disk import resident
 from storage_formats import TokenStore, UsageError
 from storage_formats.atomic import fsync_path
 from storage_formats.format.layout import Layout
@@ -128,6 +129,17 @@ def test_what_is_read_again_and_again_gets_into_the_page_cache(store, monkeypatc
     monkeypatch.setattr(local_reads, "available_memory", lambda: 2 * 64 * 512)
     for _ in range(5):
         assert chosen(store, range(64, 128)) == {"direct": 64}
+
+
+def test_one_pass_leaves_the_page_cache_as_it_is(built, store, monkeypatch):
+    # There is room for one shard. The index has five.
+    monkeypatch.setattr(local_reads, "available_memory", lambda: 2 * 64 * 512)
+    order = np.random.default_rng(0).permutation(SPEC.rows)
+    for rows in np.array_split(order, 5):
+        assert same_bits(store.fetch(rows), built[1][rows])
+    # A pass that adds no pages displaces none of another file. A page that the kernel
+    # looked at when it was evicted is still there.
+    assert resident(Layout(built[0]).token_array("bf16").glob("c.*")) < 0.1
 
 
 def test_an_admitted_shard_is_asked_about_at_the_next_read(built, monkeypatch):
