@@ -222,7 +222,8 @@ def _encode_at(
         for positions in all_batches:
             if should_stop():
                 raise TaskInterrupted
-            start, done = positions.start, positions.stop
+            start = positions.start
+            done = positions.stop
             rows = entries[start:done]
             if start in kept:
                 batch = kept.pop(start)
