@@ -76,7 +76,7 @@ def test_the_answer_comes_first_and_both_orders_show_every_photo(index, run, tmp
     assert text.count("a <b>red</b> canoe") == text.count("missing: no such file") == 2
     assert "0.jpg  a <b>red</b> canoe\n" in out
     assert "untrained" in text
-    assert "photos.edje, 7 photos, bf16 tokens" in text
+    assert "photos.edje, 7 images, bf16 tokens" in text
     printed = [line.split()[1] for line in out.splitlines()[1:]]
     shown = [
         line.split(",")[0].removeprefix("row ")
