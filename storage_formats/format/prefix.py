@@ -30,6 +30,7 @@ from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.checksum import crc32c, crc32c_file, to_hex
 from storage_formats.format.downloads import download
 from storage_formats.format.file_check import FileEntry
+from storage_formats.format.layout import Layout
 from storage_formats.format.place import Place
 from storage_formats.remote.objects import (
     CHUNK_BYTES,
@@ -221,10 +222,11 @@ class Prefix(Place):
         self._keep(self.manifest, data)
 
     def move_erased(self) -> None:
-        erased = self.names(self.erased)
-        for path in erased:
-            self.folder.copy(self._key(path), path.relative_to(self.erased).as_posix())
-        self.remove(erased)
+        for folder in Layout(self.erased).shard_folders():
+            for path in self.names(folder):
+                final = path.relative_to(self.erased).as_posix()
+                self.folder.copy(self._key(path), final)
+        self.remove(self.names(self.erased))
 
     def close(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
