@@ -185,8 +185,14 @@ def check_golden(model: Any, name: str) -> None:
     torch.testing.assert_close(scores, expected["logits"], atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["compressed_small", "local_small"])
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        *((layout, "compressed_small") for layout in LAYOUTS),
+        ("trainer_pth", "local_small"),
+        ("plain_safetensors", "local_small"),
+    ],
+)
 def test_every_layout_gives_the_golden_outputs(hub, tmp_path, layout, name):
     hub.add("authors/edje", LAYOUTS[layout](name))
     hub.add(LANGUAGE, golden(name)[1])
