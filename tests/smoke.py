@@ -161,7 +161,7 @@ def train(installed: Installation) -> None:
     options = [f"--set={setting}" for setting in settings]
     installed.edje("train", "data.edje", *options, "--out", "trained")
     expect(
-        "trained" in installed.edje("model", "show", "trained"),
+        "trained" in installed.edje("info", "trained"),
         "there is no trained model",
     )
 
@@ -181,7 +181,7 @@ def towers(installed: Installation) -> None:
         ["--wheels", os.environ["EDJE_WHEELS"]] if "EDJE_WHEELS" in os.environ else []
     )
     installed.edje("model", "get", *wheels)
-    shown = json.loads(installed.edje("model", "show", "model", "--json"))
+    shown = json.loads(installed.edje("info", "model", "--json"))
     expect(
         shown["fingerprint"]
         in (REPO / "models/flickr8k-dinov2-small/MODEL_CARD.md").read_text(),

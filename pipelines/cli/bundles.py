@@ -1,4 +1,4 @@
-"""The commands of `edje-index model`, which get, make and show model bundles."""
+"""The commands of `edje-index model`, which get and make model bundles."""
 
 from __future__ import annotations
 
@@ -90,19 +90,8 @@ def get(job: Job, *, is_list: bool = False) -> Iterator[str]:
     yield from report_bundle(job, job.run())
 
 
-@command()
-def show(bundle: Path) -> None:
-    """Show what the model bundle BUNDLE contains.
-
-    The output has two fingerprints. The bundle fingerprint covers the whole bundle. The
-    encoder fingerprint covers the vision tower and the adapter. A bundle can search an
-    index only if both have the same encoder fingerprint.
-
-    \b
-    Examples:
-      edje-index model show model
-      edje-index model show model --json
-    """
+def show_bundle(bundle: Path) -> None:
+    """Print what the model bundle `bundle` contains."""
     from edje_index.bundles.info import read_bundle_info
 
     info = read_bundle_info(bundle)
@@ -212,5 +201,5 @@ def import_checkpoint(job: Job) -> Iterator[str]:
     yield from report_bundle(job, job.run(vision=job.given.get("vision")))
 
 
-for each in (get, show, init_model, features, import_checkpoint):
+for each in (get, init_model, features, import_checkpoint):
     model.add_command(each)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @command()
 def info(index: IndexLocation) -> None:
-    """Show what INDEX contains, or how far its build has come.
+    """Show what INDEX or a model bundle contains, or how far a build has come.
 
     The output shows the numbers of inputs, the size, the precisions, the columns of the
     rows table, and the model that built INDEX. Columns from the sources are shown with
@@ -35,13 +35,20 @@ def info(index: IndexLocation) -> None:
     The line 'search' describes the nearest-neighbour index, and says when 'edje-index
     ann build' would improve it.
 
-    To search INDEX, a model bundle must have the encoder fingerprint shown here.
-    'edje-index model show' prints the encoder fingerprint of a bundle.
+    To search INDEX, a model bundle must have the encoder fingerprint shown here. The
+    output for a bundle has the same fingerprint of its vision tower and its adapter,
+    and the bundle fingerprint, which covers the whole bundle.
 
     \b
-    Example:
+    Examples:
       edje-index info photos.edje
+      edje-index info model --json
     """
+    if isinstance(index, Path) and (index / "bundle.json").exists():
+        from pipelines.cli.bundles import show_bundle
+
+        show_bundle(index)
+        return
     value = describe_index(index)
     print_result(value, *(f"{name:<14}{text}" for name, text in _lines(value)))
 

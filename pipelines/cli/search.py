@@ -66,7 +66,7 @@ def search(
     a match. Hits with a relevance below 0.5 are weak: a text that matches no image gets
     hits with such scores, too.
 
-    'edje-index model show' shows the formula of the score. With --json, each hit also
+    'edje-index info' shows the formula of the score. With --json, each hit also
     has the final score and its parts before weighting.
     `embedding_score` is the cosine similarity of the embeddings. `joint_score` is the
     weighted sum of logit, late interaction and pooled similarity. With --queries,

@@ -155,7 +155,7 @@ def test_an_unfinished_change_is_discarded(old):
 
 
 def test_a_committed_erasure_is_finished_first(old):
-    layout = Layout(old)
+    layout = Directory(old)
     for name in ("rows/00000000.parquet", "tokens/bf16/c.1.0.0"):
         moved = layout.erased / name
         moved.parent.mkdir(parents=True)

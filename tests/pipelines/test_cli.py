@@ -231,11 +231,11 @@ def test_get_refuses_an_existing_folder_before_the_download(tmp_path, capsys):
 
 def test_show_explains_a_bundle(capsys):
     bundle = REPO / "tests/golden/release_0_1/model"
-    assert main(["model", "show", str(bundle)]) == 0
+    assert main(["info", str(bundle)]) == 0
     shown = capsys.readouterr().out
     assert "block shape          4 x 16\n" in shown
     assert "None" not in shown
-    assert main(["model", "show", str(bundle), "--json"]) == 0
+    assert main(["info", str(bundle), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["block_shape"] == [4, 16]
     assert record["fingerprint"] != record["encoder_fingerprint"]

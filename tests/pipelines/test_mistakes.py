@@ -19,7 +19,7 @@ BUILD = "--out new.edje --model model --engine inline"
 MISTAKES = [
     ("search nope.edje 'a dog'", 2, "no index at nope.edje", "edje-index build"),
     ("verify nope.edje", 2, "no index at nope.edje", "edje-index build"),
-    ("model show photos", 2, "not a model bundle", ""),
+    ("info photos", 2, "not an EDJE index", ""),
     ("info nope.edje", 2, "no index at nope.edje", "edje-index build"),
     ("search photos 'a dog'", 2, "not an EDJE index", "edje-index show"),
     ("delete photos --rows 1", 2, "not an EDJE index", "edje-index show"),

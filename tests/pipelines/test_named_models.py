@@ -72,7 +72,7 @@ def test_the_authors_model_by_name(hub, tmp_path, capsys, run):
         assert hit["relevance"] == pytest.approx(relevance, abs=1e-6)
     opened = TokenIndex.open(index)
     assert opened.default_pool == 20, "from the model card"
-    shown = run_here("model", "show", opened.model.info.path)
+    shown = run_here("info", opened.model.info.path)
     assert shown["origins"]["pool"].startswith("20, model card of shahafw/edje")
     assert shown["origins"]["towers"].startswith(f"hf://{TOWERS}, model card of")
     named_by = f"language_model_path in the configuration of {EDJE}@"
@@ -90,9 +90,9 @@ def test_towers_by_name_search_by_embedding(hub, tmp_path, capsys):
     files = {each.name: each.read_bytes() for each in folder.iterdir()}
     hub.add(MODELS["siglip2-base"].parts[0], files)
     run_here("model", "get", "siglip2-base", "--out", tmp_path / "base")
-    shown = run_here("model", "show", tmp_path / "base")
+    shown = run_here("info", tmp_path / "base")
     assert shown["score"]["t2i"] == "1 x embedding similarity"
-    assert main(["model", "show", str(tmp_path / "base")]) == 0
+    assert main(["info", str(tmp_path / "base")]) == 0
     assert "the towers alone; searches are by embedding" in capsys.readouterr().out
 
 
