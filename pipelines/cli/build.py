@@ -177,6 +177,8 @@ def update(job: Job) -> Iterator[str]:
     stay_deleted = ""
     if result.stay_deleted:
         stay_deleted = f" + {result.stay_deleted:,} that stay deleted (see --restore)"
+    if result.moved:
+        done = f"{result.moved:,} moved; {done}"
     if result.edited:
         rows = counted(result.edited, "unchanged photo")
         done = f"columns of {rows} changed; {done}"

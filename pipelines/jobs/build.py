@@ -112,6 +112,8 @@ class BuildResult:
             inputs.
         edited: number of unchanged inputs of an update whose columns changed in the
             sources.
+        moved: number of unchanged inputs of an update that have another name than
+            before. Their rows have the new names.
         stay_deleted: number of inputs of an update that get no row, because their row
             was deleted by `delete_rows`.
         new: number of indexed inputs whose name is new, or that failed before and were
@@ -161,6 +163,7 @@ class BuildResult:
     already_finished: bool = False
     unchanged: int = 0
     edited: int = 0
+    moved: int = 0
     stay_deleted: int = 0
     new: int = 0
     changed: int = 0

@@ -98,6 +98,8 @@ class SourceChanges:
             the column values that users set in the old rows.
         source_values: for each position in `refs` whose row keeps such values, the text
             for its column `SOURCE_VALUES`.
+        moved: new names of kept rows, by row id: their inputs have vanished, but other
+            inputs have the same content and no row.
         vanished: number of rows whose input no longer exists.
         deleted: ids of the rows to delete, ascending: vanished rows, and the old rows
             of inputs that get a new row or are duplicates.
@@ -118,6 +120,7 @@ class SourceChanges:
     changed: Sequence[int] = ()
     retried: Mapping[int, int] = field(default_factory=dict)
     source_values: Mapping[int, str | None] = field(default_factory=dict)
+    moved: Mapping[int, str] = field(default_factory=dict)
     vanished: int = 0
     deleted: Sequence[int] = ()
     stay_deleted: int = 0
@@ -163,6 +166,10 @@ WHERE name = :name AND state = 0 AND (:any_content OR CASE
     ELSE hash = :hash AND coalesce(failed_for, '')
         NOT IN ('changed-since-plan', 'original-deleted')
 END) ORDER BY row_id LIMIT 1
+"""
+# Selects the first free row with tokens and with the content hash of an input.
+_FIND_MOVED = f"""SELECT row_id, hash, failed_for, duplicate_of, metadata FROM rows
+WHERE hash = ? AND state = {_FREE} AND {_HAS_TOKENS} ORDER BY row_id LIMIT 1
 """
 
 
@@ -268,10 +275,11 @@ def compare_sources(
     written.
 
     An input is compared with the rows of the same name. If a row of this name has the
-    same content, the row is unchanged and kept. A row that is a duplicate is kept only
-    if its original is kept, too. Otherwise its input gets a new row. If an input on a
-    server cannot be read, its row is kept. If this row is a duplicate, its original is
-    then kept, too.
+    same content, the row is unchanged and kept. If the input of a row has vanished, but
+    an input of a new name has the same content, the row is kept and gets this name. A
+    row that is a duplicate is kept only if its original is kept, too. Otherwise its
+    input gets a new row. If an input on a server cannot be read, its row is kept. If
+    this row is a duplicate, its original is then kept, too.
 
     Rows and inputs are compared in a database on disk, so that the memory use does not
     grow with their number.
@@ -338,6 +346,24 @@ def compare_sources(
         row = database.execute(_FIND, values).fetchone()
         return None if row is None else _Row._make(row)
 
+    unread = 0
+    first_unread = ""
+    stored_values = CollectedColumns(index.spec.shard_size, columns.values())
+
+    def compare_values(ref: InputRef, row: _Row) -> None:
+        """Note the column values of `ref` if they differ from those of `row`."""
+        nonlocal unread, first_unread
+        given = stored_values.add(ref).metadata or {}
+        if row.metadata != _hash(_typed(given, columns)):
+            if any(ref.uri in source.unread for source in sources):
+                unread += 1
+                first_unread = first_unread or ref.uri
+            else:
+                database.execute(
+                    "INSERT INTO given VALUES(?, ?)",
+                    [row.row_id, pickle.dumps(given)],
+                )
+
     listing = Listing(sources, on_event, should_stop)
     inputs = unreachable = 0
     # The problem of each directory or archive whose inputs are not all listed, by its
@@ -345,9 +371,6 @@ def compare_sources(
     hidden: dict[str, str] = {}
     removed = frozenset[bytes]() if restore else index.removed
     stay_deleted = 0
-    unread = 0
-    first_unread = ""
-    stored_values = CollectedColumns(index.spec.shard_size, columns.values())
     # Match every input with a row of the same name and content.
     for ref in hashed(listing):
         row = find(ref, any_content=False)
@@ -364,16 +387,7 @@ def compare_sources(
             stays = row is not None and row.has_tokens
         if row is not None:
             mark(row, _KEPT if stays else _REPEATED)
-            given = stored_values.add(ref).metadata or {}
-            if row.metadata != _hash(_typed(given, columns)):
-                if any(ref.uri in source.unread for source in sources):
-                    unread += 1
-                    first_unread = first_unread or ref.uri
-                else:
-                    database.execute(
-                        "INSERT INTO given VALUES(?, ?)",
-                        [row.row_id, pickle.dumps(given)],
-                    )
+            compare_values(ref, row)
         if not stays:
             database.execute(
                 "INSERT INTO pending VALUES(?, ?, ?, ?, FALSE)",
@@ -410,6 +424,20 @@ def compare_sources(
         if row is not None and row.failed_for is None:
             unreachable += 1
             mark(row, _KEPT)
+            database.execute("DELETE FROM pending WHERE position = ?", [position])
+    # If an input without a row has the content of a row that no input has matched, the
+    # image was moved: keep the row, and give it the new name.
+    moved: dict[int, str] = {}
+    for position, ref, _ in pending("row_id IS NULL AND problem IS NULL"):
+        # A name that is not UTF-8 cannot be stored as a new value.
+        if ref.content_hash is None or ref.uri_raw is not None:
+            continue
+        found = database.execute(_FIND_MOVED, [_digest(ref.content_hash)]).fetchone()
+        if found is not None:
+            row = _Row._make(found)
+            mark(row, _KEPT)
+            compare_values(ref, row)
+            moved[row.row_id] = ref.uri
             database.execute("DELETE FROM pending WHERE position = ?", [position])
     database.execute(
         f"UPDATE rows SET state = {_KEPT_ORIGINAL} WHERE state = {_FREE} AND row_id IN"
@@ -544,6 +572,7 @@ def compare_sources(
         changed=changed,
         retried=retried,
         source_values=source_values,
+        moved=moved,
         vanished=len(vanished),
         deleted=row_ids(gone),
     )

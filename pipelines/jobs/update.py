@@ -186,7 +186,8 @@ def update_index(
     update` does.
 
     New and changed files get new rows. The old rows of changed files and the rows of
-    missing files are deleted. Unchanged files are not encoded again. Call the function
+    missing files are deleted. Unchanged files are not encoded again, and neither are
+    files that were moved or renamed: their rows get the new names. Call the function
     again with the same arguments to resume a stopped update. The shards that the
     stopped update finished are used if the files to encode are still the same. The
     other arguments are those of `build_index`.
@@ -272,14 +273,17 @@ def update_index(
             change.index, changes.values, columns, from_sources=True
         )
         edited = len(lines["row_id"].unique())
+        others = [
+            value_line(row_id, name, value)
+            for row_id, uri in changes.moved.items()
+            for name, value in (("uri", uri), ("uri_raw", None))
+        ]
         if plan is not None:
-            of_retried = [
+            others += [
                 value_line(plan.first_row + position, SOURCE_VALUES, text)
                 for position, text in changes.source_values.items()
             ]
-            lines = pa.concat_tables(
-                [lines, pa.Table.from_pylist(of_retried, VALUE_SCHEMA)]
-            )
+        lines = pa.concat_tables([lines, pa.Table.from_pylist(others, VALUE_SCHEMA)])
         # If the update only tries failed inputs again, and all fail again, nothing is
         # committed.
         edit = replace(
@@ -289,6 +293,7 @@ def update_index(
             removed=frozenset[bytes]() if restore else None,
             needs_indexed=groups == recorded_sources(manifest)
             and not edited
+            and not changes.moved
             and not changes.changed
             and 0 < len(changes.retried) == len(changes.refs) == len(changes.deleted),
         )
@@ -326,6 +331,7 @@ def update_index(
         shards=shards,
         unchanged=changes.unchanged,
         edited=edited,
+        moved=len(changes.moved),
         stay_deleted=changes.stay_deleted,
         new=counts.indexed - changed,
         changed=changed,

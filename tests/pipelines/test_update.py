@@ -21,6 +21,7 @@ import pytest
 from edje_index import ModelError
 from edje_index.images.decode import ImageError
 from edje_index.images.transient import TransientInputError
+from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.inputs import preparation
 from edje_index.inputs.names import MAX_SIDECAR_BYTES
 from pipelines import (
@@ -383,7 +384,7 @@ def test_a_duplicate_gets_tokens_when_its_original_vanishes(config, photos):
     assert contents(root)[str(photos / "03.jpg")][0] == "indexed"
     (photos / "03.jpg").unlink()
     result = update(root)
-    assert (result.new, result.duplicates, result.vanished) == (1, 0, 1)
+    assert (result.moved, result.duplicates, result.vanished) == (1, 0, 0)
     assert contents(root)[str(photos / "05.jpg")][0] == "indexed"
 
 
@@ -1022,3 +1023,56 @@ def test_a_damaged_sidecar_in_an_archive_is_not_taken_for_empty(
         assert row["captions"] == ["a dog"]
         write(b"a cat")
         assert update(request.out).edited == 1
+
+
+def test_moved_files_keep_their_rows_and_are_not_encoded_again(
+    built, photos, tmp_path, monkeypatch
+):
+    before = {row["row_id"]: row for row in read_rows(built).to_pylist()}
+    with TokenStore.open(built) as store:
+        blocks = store.fetch(store.row_ids())
+        row_ids = store.row_ids().tolist()
+    set_columns(built, [row_ids[0]], {"title": ["by a user"]})
+    (photos / "moved").mkdir()
+    for path in sorted(photos.glob("*.jpg")):
+        path.rename(photos / "moved" / f"new {path.name}")
+
+    def encode(self, images):
+        raise AssertionError("an image is encoded")
+
+    monkeypatch.setattr(ImageEncoder, "encode", encode)
+    result = update(built, photos)
+    after = {row["row_id"]: row for row in read_rows(built).to_pylist()}
+    moved = [row_id for row_id in before if before[row_id]["status"] == "indexed"]
+    assert result.moved == len(moved) == 8
+    assert (result.new, result.changed, result.duplicates, result.failed) == (
+        0,
+        0,
+        0,
+        1,
+    )
+    for row_id in moved:
+        name = os.path.basename(before[row_id]["uri"])
+        assert after[row_id]["uri"] == str(photos / "moved" / f"new {name}")
+        assert after[row_id]["content_hash"] == before[row_id]["content_hash"]
+    assert after[row_ids[0]]["title"] == "by a user"
+    with TokenStore.open(built) as store:
+        expected = blocks[[row_ids.index(row_id) for row_id in moved]]
+        assert store.fetch(moved).tobytes() == expected.tobytes()
+    assert problems_and_counts(built) == []
+    again = update(built, photos)
+    assert (again.moved, again.unchanged) == (0, result.unchanged)
+
+
+def test_files_that_exchange_their_names_exchange_their_rows(built, photos):
+    first, second = sorted(photos.glob("*.jpg"))[:2]
+    rows = {row["uri"]: row["row_id"] for row in read_rows(built).to_pylist()}
+    first.rename(photos / "third")
+    second.rename(first)
+    (photos / "third").rename(second)
+    result = update(built, photos)
+    assert (result.moved, result.new, result.changed, result.vanished) == (2, 0, 0, 0)
+    after = {row["uri"]: row["row_id"] for row in read_rows(built).to_pylist()}
+    assert after[str(first)] == rows[str(second)]
+    assert after[str(second)] == rows[str(first)]
+    assert problems_and_counts(built) == []
