@@ -549,7 +549,9 @@ def compare_sources(
             hidden.setdefault(display_path(source.path), "it lists no images")
         for path in source.hidden.keys() - own:
             hidden.setdefault(path, source.hidden[path])
-    _refuse_hidden_rows(index, hidden, vanished + cut_off)
+    # A row was not moved out of a directory that cannot be read: its input may still be
+    # there.
+    _refuse_hidden_rows(index, hidden, [*vanished, *cut_off, *moved])
     lost += len(vanished)
     if lost > max_vanished * rows + 1e-6:
         raise EdjeError(

@@ -1076,3 +1076,20 @@ def test_files_that_exchange_their_names_exchange_their_rows(built, photos):
     assert after[str(first)] == rows[str(second)]
     assert after[str(second)] == rows[str(first)]
     assert problems_and_counts(built) == []
+
+
+def test_copies_of_photos_in_a_missing_folder_do_not_take_their_rows(
+    built, photos, tmp_path
+):
+    others = tmp_path / "others"
+    write_photo(others / "other.jpg", 70)
+    update(built, photos, others)
+    before = contents(built)
+    # the photos are copied, and their folder is not mounted
+    for path in sorted(photos.glob("*.jpg")):
+        shutil.copy(path, others / path.name)
+    photos.rename(tmp_path / "elsewhere")
+    photos.mkdir()
+    with pytest.raises(EdjeError, match=r"cannot compare .*photos with the index"):
+        update(built)
+    assert contents(built) == before
