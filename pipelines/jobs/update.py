@@ -92,6 +92,7 @@ def append_index(
     model: IndexLocation | None = None,
     engine: Literal["ray", "inline"] = "ray",
     workers: int | None = None,
+    helpers: int | None = None,
     address: str | None = None,
     column: str | None = None,
     max_failed: float | None = None,
@@ -129,7 +130,9 @@ def append_index(
     started = time.monotonic()
     group = _source_group(sources, column)
     request = {"sources": group.sources, "column": column}
-    execution = Execution(engine, workers, address=address, max_failed=max_failed)
+    execution = Execution(
+        engine, workers, helpers, address=address, max_failed=max_failed
+    )
     with begin(index, "append", request) as change:
         settings, info = _settings_and_bundle(change.index, group, model)
         execution = choose_workers(settings, info, execution)
@@ -176,6 +179,7 @@ def update_index(
     model: IndexLocation | None = None,
     engine: Literal["ray", "inline"] = "ray",
     workers: int | None = None,
+    helpers: int | None = None,
     address: str | None = None,
     column: str | None = None,
     max_failed: float | None = None,
@@ -229,7 +233,9 @@ def update_index(
     if retry_failed and max_failed is None:
         # Most inputs that failed before fail again, so allow all to fail.
         max_failed = 1.0
-    execution = Execution(engine, workers, address=address, max_failed=max_failed)
+    execution = Execution(
+        engine, workers, helpers, address=address, max_failed=max_failed
+    )
     plan = None
     changed = 0
     request = {"retry_failed": bool(retry_failed)}
