@@ -51,7 +51,7 @@ from storage_formats.format.manifest import (
 )
 from storage_formats.format.places import Directory, Place, open_place
 from storage_formats.format.receipts import ShardReceipt, read_receipts
-from storage_formats.format.remote import ROOT, open_index
+from storage_formats.format.remote import ROOT, is_changing, open_index
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.garbage import remove_what_is_not_kept
 from storage_formats.remote.urls import IndexLocation
@@ -222,7 +222,7 @@ class Change:
             if not self.is_same(earlier):
                 advice, remedy = how_to_discard(layout)
                 raise UnfinishedChangeError(
-                    f"'{earlier.kind}' of {layout.root} has not finished"
+                    f"'{earlier.kind}' of {layout.location} has not finished"
                     f" ({_finished(layout)}); run the same '{earlier.kind}' again to"
                     f" finish it, or {advice}",
                     remedy=remedy,
@@ -253,8 +253,10 @@ class Change:
         finally:
             # The next change removes the files that cannot be removed here, and those
             # that another process, which has changed the index, may need.
+            # An object store may have replaced `index.json` although no answer arrived.
+            is_open = self._is_committing and layout.remote is not None
             with contextlib.suppress(OSError, EdjeError):
-                if self._is_unchanged() and layout.is_claimed():
+                if not is_open and self._is_unchanged() and layout.is_claimed():
                     if _has_work(layout, self._journal) and not self._is_abandoned:
                         # The finished shards stay for the run that resumes the change.
                         shutil.rmtree(layout.staging, ignore_errors=True)
@@ -528,6 +530,11 @@ def collect_garbage(
         change = IndexChange(layout, open_at(layout), "gc", None)
         if earlier is not None:
             _discard(change, earlier, notify)
+        # Only earlier formats have these files. An upgrade that was killed leaves them.
+        for name in ("filters", "hashes"):
+            layout.remove(layout.names(layout.root / name))
+            shutil.rmtree(layout.root / name, ignore_errors=True)
+        layout.remove([layout.root / "verified.bin"])
         remove_build(layout)
         current = change.index.manifest
         numbers = earlier_snapshots(layout.names(layout.snapshots), current)
@@ -630,7 +637,7 @@ def check_free(layout: Place) -> None:
     root = layout.root
     if layout.remote is not None:
         files, folders = layout.remote.list_folder("")
-        is_index = ROOT in files or layout.build.name in folders
+        is_index = ROOT in files or is_changing(layout.remote)
         if (files or folders) and not is_index:
             raise UsageError(
                 f"{layout.location} has other objects; choose another URL",

@@ -81,7 +81,11 @@ def upgrade_index(
         EdjeError: another process is changing the index.
         OSError: the index cannot be written.
     """
-    layout = Directory(local_path(index).absolute())
+    advice = (
+        "; download the objects of the index to a directory, upgrade the directory, and"
+        " copy it back"
+    )
+    layout = Directory(local_path(index, advice=advice).absolute())
     if not layout.manifest.exists():
         Manifest.load(layout.root)
     with layout.claimed():

@@ -298,13 +298,13 @@ def files_here(
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "wb") as file:
-                if only_length or info.size != entry.bytes:
+                if only_length or info.size > entry.bytes:
                     file.truncate(info.size)
                     continue
                 # The object may have been removed or shortened since `info` was read.
                 # `check_file` then reports the incomplete file.
                 with contextlib.suppress(FileNotFoundError, EOFError):
-                    file.writelines(index.remote.chunks(entry.path, entry.bytes))
+                    file.writelines(index.remote.chunks(entry.path, info.size))
         yield
     finally:
         for path in paths:

@@ -255,9 +255,9 @@ def _aligned(study: Study, variant: Variant) -> Values:
 
 
 def _block_shape(study: Study, variant: Variant) -> list[Any]:
-    shape: list[Any] = study.command("show", "model", "show", study.trained(variant))[
-        1
-    ].get("block_shape", [None] * 2)
+    shape: list[Any] = study.command("show", "info", study.trained(variant))[1].get(
+        "block_shape", [None] * 2
+    )
     return shape
 
 

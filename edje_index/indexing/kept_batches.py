@@ -64,12 +64,19 @@ class KeptBatches:
         and sound, keyed by their first position.
         """
         kept = {}
-        names = {path.name for path in self._place.names(self._folder)}
+        names = set[str]()
+        with contextlib.suppress(ObjectStoreError):
+            names = {path.name for path in self._place.names(self._folder)}
         self._is_empty = not names
         for rows in batches:
             if _name(rows) in names:
                 with contextlib.suppress(
-                    OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile
+                    OSError,
+                    ObjectStoreError,
+                    ValueError,
+                    KeyError,
+                    EOFError,
+                    zipfile.BadZipFile,
                 ):
                     kept[rows.start] = self._read(rows)
         return kept

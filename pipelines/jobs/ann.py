@@ -4,6 +4,7 @@ other jobs make.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from edje_index.indexing.ann_kind import AnnKind
@@ -20,6 +21,7 @@ from pipelines.progress.events import (
     never,
     progress_callback,
 )
+from storage_formats.errors import CorruptIndexError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.file_check import check_file
@@ -109,8 +111,10 @@ def rebuilt_ann(
         committed = {file.path: file for file in manifest.ann_files}.get(
             layout.relative(layout.ann_index)
         )
-        index.fetch(filter(None, [committed]))
-        in_use = committed is not None and check_file(index.root, committed) is None
+        if committed is not None:
+            with contextlib.suppress(CorruptIndexError):
+                index.fetch([committed])
+                in_use = check_file(index.root, committed) is None
     numbers = list(manifest.spec.shard_numbers())
     index.fetch(CommittedFiles(index, EMBEDDING_FILE).files(numbers).values())
     return new_ann(place, manifest.spec, request, on_event, replace_file=not in_use)

@@ -52,6 +52,7 @@ from storage_formats.change import (
     now,
 )
 from storage_formats.errors import EdjeError, UsageError
+from storage_formats.format.journal import unfinished_journal
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import (
     Ann,
@@ -378,7 +379,11 @@ def begin(
 
 
 def upgrade_old(root: IndexLocation) -> None:
-    """Upgrade the index in the directory `root` if it has an earlier format."""
+    """Upgrade the index in the directory `root` if it has an earlier format.
+
+    Raises:
+        UsageError: a change of the index is unfinished, which an upgrade would discard.
+    """
     try:
         if not is_url(root):
             Manifest.load(root)
@@ -387,6 +392,14 @@ def upgrade_old(root: IndexLocation) -> None:
         if error.remedy == "upgrade":
             from storage_formats.upgrade import upgrade_index
 
+            journal = unfinished_journal(root)
+            if journal is not None:
+                raise UsageError(
+                    f"{root} has an earlier format and an unfinished '{journal.kind}',"
+                    " which an upgrade discards; finish it with the earlier version of"
+                    " edje-index, or upgrade the index",
+                    remedy="upgrade",
+                ) from error
             upgrade_index(root)
 
 
@@ -586,13 +599,13 @@ def run_shards(
 
     def finish(receipt: ShardReceipt, seconds: Mapping[str, float]) -> Progress:
         receipts.append(receipt)
-        fetch_tables(target, [receipt])
         failed = sum(receipt.failed.values()) if work.shows_failed else 0
         return meter.update(
             ShardProgress(receipt.shard, receipt.rows, failed, seconds), is_final=True
         )
 
     try:
+        fetch_tables(target, earlier.values())
         for receipt in earlier.values():
             # Pass no stage times, because events report the times of this run only.
             finish(receipt, {})
@@ -608,6 +621,7 @@ def run_shards(
             )
             with contextlib.closing(finished):
                 for receipt in finished:
+                    fetch_tables(target, [receipt])
                     on_event(finish(receipt, receipt.seconds))
                     work.check(receipts)
         # Also stop if all shards are finished but a stop was requested: the commit may
@@ -621,7 +635,9 @@ def run_shards(
         of_shard = (
             f"shard {error.task.shard}: " if isinstance(error, TaskFailedError) else ""
         )
-        rows = sum(receipt.rows for receipt in receipts) + work.kept_rows()
+        rows = sum(receipt.rows for receipt in receipts)
+        with contextlib.suppress(OSError, EdjeError):
+            rows += work.kept_rows()
         raise JobStopped(
             f"{of_shard}{describe_error(error)}; {rows:,} of"
             f" {counted(work.rows, 'row')} are kept, {len(receipts):,} of"

@@ -149,7 +149,7 @@ _SCHEMA = """CREATE TABLE rows(
 );
 CREATE TABLE pending(
     position INTEGER PRIMARY KEY, ref BLOB, problem TEXT, row_id INTEGER,
-    is_new INTEGER
+    is_new INTEGER, name BLOB
 );
 CREATE TABLE new(hash BLOB PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE given(row_id INTEGER PRIMARY KEY, value BLOB);
@@ -167,9 +167,11 @@ WHERE name = :name AND state = 0 AND (:any_content OR CASE
         NOT IN ('changed-since-plan', 'original-deleted')
 END) ORDER BY row_id LIMIT 1
 """
-# Selects the first free row with tokens and with the content hash of an input.
+# Selects the first free row with tokens and with the content hash of an input. A row
+# whose own input is listed, but cannot be read, was not moved.
 _FIND_MOVED = f"""SELECT row_id, hash, failed_for, duplicate_of, metadata FROM rows
-WHERE hash = ? AND state = {_FREE} AND {_HAS_TOKENS} ORDER BY row_id LIMIT 1
+WHERE hash = ? AND state = {_FREE} AND {_HAS_TOKENS} AND name NOT IN
+    (SELECT name FROM pending WHERE problem IS NOT NULL) ORDER BY row_id LIMIT 1
 """
 
 
@@ -390,8 +392,14 @@ def compare_sources(
             compare_values(ref, row)
         if not stays:
             database.execute(
-                "INSERT INTO pending VALUES(?, ?, ?, ?, FALSE)",
-                [inputs, pickle.dumps(ref), ref.problem, row and row.row_id],
+                "INSERT INTO pending VALUES(?, ?, ?, ?, FALSE, ?)",
+                [
+                    inputs,
+                    pickle.dumps(ref),
+                    ref.problem,
+                    row and row.row_id,
+                    _name(ref.uri, ref.uri_raw),
+                ],
             )
         inputs += 1
 
@@ -551,7 +559,7 @@ def compare_sources(
             hidden.setdefault(path, source.hidden[path])
     # A row was not moved out of a directory that cannot be read: its input may still be
     # there.
-    _refuse_hidden_rows(index, hidden, [*vanished, *cut_off, *moved])
+    _refuse_hidden_rows(index, hidden, vanished + cut_off + array("q", moved))
     lost += len(vanished)
     if lost > max_vanished * rows + 1e-6:
         raise EdjeError(

@@ -49,6 +49,7 @@ from storage_formats.format.source_columns import (
     Value,
     as_type,
     metadata_text,
+    parsed,
     python_value,
     source_values_text,
     values_of_sources,
@@ -391,6 +392,11 @@ def set_columns(
             raise UsageError(
                 f"the index has no column {unknown[0]}{hint}", parameter="unset"
             )
+        if both := sorted(columns.keys() & {*unset}):
+            raise UsageError(
+                f"{both[0]} cannot be both set and unset; name each column once",
+                parameter="unset",
+            )
         if not (columns or unset) or (where is None and not len(ids)):
             raise UsageError(
                 "nothing is set; select at least one row, and give at least one value,"
@@ -515,12 +521,12 @@ def edited_values(
                 if from_sources and name in of_sources:
                     if value is not None and column is not None and column.fits(value):
                         value = as_type(value, column.type)
-                    of_sources[name] = value
-                    continue
-                if is_value(before, value, column):
+                    of_sources[name] = value and parsed(value)
                     continue
                 if not from_sources and name not in unset:
                     of_sources.setdefault(name, before)
+                if is_value(before, value, column):
+                    continue
                 lines.append(value_line(row_id, name, value))
                 counted.values[name] -= before is not None
                 if value is not None:

@@ -194,5 +194,12 @@ class CommittedTable:
                     self._groups = ParquetRowGroups(file, self._entry.bytes, self._key)
                 for group in self._groups.read(file, values, columns):
                     yield convert(group)
-        except (OSError, KeyError, ValueError, pa.ArrowException) as error:
+        except (
+            OSError,
+            KeyError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            pa.ArrowException,
+        ) as error:
             raise cannot_read(f"the table {self.path}", error, EXCHANGED) from error

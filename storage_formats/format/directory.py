@@ -66,8 +66,12 @@ class Directory(Place):
         del entries
 
     def names(self, folder: Path) -> list[Path]:
+        def refuse(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):
+                raise error
+
         found = []
-        for parent, folders, files in os.walk(folder):
+        for parent, folders, files in os.walk(folder, onerror=refuse):
             # A link to a directory counts as a file, and is not followed.
             links = [name for name in folders if Path(parent, name).is_symlink()]
             found += [Path(parent, name) for name in (*links, *files)]

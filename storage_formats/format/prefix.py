@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
+import hashlib
 import json
 import os
 import shutil
 import socket
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +52,8 @@ CHECKSUM = "crc32c"
 # Another process takes over a claim that was not renewed for this number of seconds.
 _EXPIRY_SECONDS = 120.0
 _RENEWAL_SECONDS = 20.0
+# A process that was suspended for longer than this checks that it still has the claim.
+_LATE_SECONDS = 60.0
 _MAX_CLAIM_BYTES = 1 << 20
 # A plan lists the checksum of every list of inputs.
 _MAX_BYTES = 1 << 30
@@ -63,13 +68,17 @@ class _State:
     """What a `Prefix` knows of its objects.
 
     Attributes:
+        owner: identifier of this place in its claim.
         base: `index.json` at the time of the claim; None if there was none.
         claim: the claim object of this process; None if it has none.
+        renewed: time of the last renewal of the claim, see `_clock`.
         lengths: length of each listed object in bytes, by key.
         journal: the journal of the change of this task; None before `begin_task`.
     """
 
+    owner: str = field(default_factory=lambda: uuid.uuid4().hex)
     base: ObjectVersion | None = None
+    renewed: float = 0.0
     claim: ObjectVersion | None = None
     lengths: dict[str, int] = field(default_factory=dict)
     journal: bytes | None = None
@@ -106,7 +115,8 @@ class Prefix(Place):
         parent = cache_directory() / "scratch"
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         _remove_abandoned(parent)
-        root = tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=parent)
+        prefix = f"{_machine()}-{os.getpid()}-"
+        root = tempfile.mkdtemp(prefix=prefix, dir=parent)
         return cls(Path(root).resolve(), folder)
 
     @property
@@ -139,11 +149,13 @@ class Prefix(Place):
                     self.folder.delete([self._key(self.claim)])
 
     def is_claimed(self) -> bool:
-        claim = self._state.claim
-        return claim is not None and self._read_claim().data == claim.data
+        if self._state.claim is None:
+            return False
+        current = self._read_claim()
+        return current is not None and _owner(current.data) == self._state.owner
 
     def part(self, folder: Path) -> Prefix:
-        return Prefix(folder, self.folder, self.whole or self.root)
+        return Prefix(folder, self.folder, self.whole or self.root, self._state)
 
     def get(self, path: Path) -> None:
         if not path.exists():
@@ -151,21 +163,35 @@ class Prefix(Place):
                 self._keep(path, self.folder.read(self._key(path), _MAX_BYTES).data)
 
     def write(self, path: Path, data: bytes) -> None:
+        self._check_change()
         file = FileEntry(self._key(path), len(data), crc32c(data))
         self.upload(file, lambda: [data])
         self._keep(path, data)
 
     def begin_task(self) -> None:
-        # The driver holds the claim, and checks it at the commit.
         if self._state.claim is None:
-            self._state.journal = self._read_now(self.journal)
+            self._state.journal = self._read_now(self._of_whole.journal)
+            self._check_change()
+
+    def _check_change(self) -> None:
+        """Raise EdjeError if another process may have taken over the change."""
+        state = self._state
+        if state.claim is not None:
+            # This process renews the claim, unless it was suspended.
+            is_over = _clock() > state.renewed + _LATE_SECONDS and not self.is_claimed()
+        else:
+            journal = state.journal
+            is_over = journal is not None and (
+                not journal or self._read_now(self._of_whole.journal) != journal
+            )
+        if is_over:
+            raise EdjeError(
+                f"the change of {self.folder.url} that this process served has ended,"
+                " because another process has taken it over"
+            )
 
     def put(self, staged: Sequence[tuple[Path, FileEntry]]) -> None:
-        journal = self._state.journal
-        if journal is not None and self._read_now(self.journal) != journal:
-            raise EdjeError(
-                f"the change of {self.folder.url} that this worker served has ended"
-            )
+        self._check_change()
 
         def put(path: Path, entry: FileEntry) -> None:
             self._send(path, self._named(entry))
@@ -175,6 +201,7 @@ class Prefix(Place):
             list(pool.map(put, *zip(*staged, strict=True)))
 
     def seal(self, paths: Iterable[Path]) -> None:
+        self._check_change()
         for path in paths:
             self._send(path, FileEntry(self._key(path), *crc32c_file(path)))
 
@@ -194,6 +221,7 @@ class Prefix(Place):
         return {self.relative(path): listed[self._key(path)] for path in paths}
 
     def remove(self, paths: Iterable[Path]) -> list[int]:
+        self._check_change()
         paths = list(paths)
         keys = [self._key(path) for path in paths]
         if keys:
@@ -222,10 +250,12 @@ class Prefix(Place):
         self._keep(self.manifest, data)
 
     def move_erased(self) -> None:
-        for folder in Layout(self.erased).shard_folders():
-            for path in self.names(folder):
-                final = path.relative_to(self.erased).as_posix()
-                self.folder.copy(self._key(path), final)
+        self._check_change()
+        folders = Layout(self.erased).shard_folders()
+        paths = [path for folder in folders for path in self.names(folder)]
+        finals = [path.relative_to(self.erased).as_posix() for path in paths]
+        with ThreadPoolExecutor(_TRANSFERS_AT_ONCE) as pool:
+            list(pool.map(self.folder.copy, map(self._key, paths), finals))
         self.remove(self.names(self.erased))
 
     def close(self) -> None:
@@ -250,6 +280,10 @@ class Prefix(Place):
                 yield from iter(lambda: opened.read(CHUNK_BYTES), b"")
 
         self.upload(file, pieces)
+
+    @property
+    def _of_whole(self) -> Layout:
+        return Layout(self.whole or self.root)
 
     def _key(self, path: Path) -> str:
         return path.relative_to(self.whole or self.root).as_posix()
@@ -288,35 +322,45 @@ class Prefix(Place):
         expected: ObjectVersion | None = None
         while True:
             try:
-                self._state.claim = self.folder.replace(key, _claim(), expected)
+                self._renewed(self.folder.replace(key, self._new_claim(), expected))
                 return
             except ObjectChangedError:
+                # None if the other process has removed its claim meanwhile
                 expected = self._read_claim()
-            if expected.data and (problem := _working(expected.data)):
+            if expected is not None and (problem := _working(expected.data)):
                 raise EdjeError(
                     f"{problem} is working on {self.folder.url}; wait until it ends,"
                     " or stop it"
                 )
-            if not expected.data:
-                # The other process has removed its claim.
-                expected = None
 
-    def _read_claim(self) -> ObjectVersion:
-        """Return the claim object; one without data if there is none."""
+    def _new_claim(self) -> bytes:
+        return _claim(self._state.owner)
+
+    def _renewed(self, claim: ObjectVersion) -> None:
+        self._state.renewed = _clock()
+        self._state.claim = claim
+
+    def _read_claim(self) -> ObjectVersion | None:
+        """Return the claim object; None if there is none."""
         try:
-            return self.folder.read(self._key(self.claim), _MAX_CLAIM_BYTES)
+            return self.folder.read(self._key(self._of_whole.claim), _MAX_CLAIM_BYTES)
         except FileNotFoundError:
-            return ObjectVersion(b"", None)
+            return None
 
     def _renew(self, ended: threading.Event) -> None:
         while not ended.wait(_RENEWAL_SECONDS):
             # After an error, the next renewal tries again. If another process has taken
             # over the claim, `commit` finds out.
             with contextlib.suppress(ObjectStoreError, ObjectChangedError, OSError):
-                owner = self._state.claim
-                self._state.claim = self.folder.replace(
-                    self._key(self.claim), _claim(), owner
-                )
+                current = self._read_claim()
+                # The answer of an earlier renewal may have been lost, so the claim is
+                # recognised by its owner.
+                if current and _owner(current.data) == self._state.owner:
+                    self._renewed(
+                        self.folder.replace(
+                            self._key(self.claim), self._new_claim(), current
+                        )
+                    )
 
     def _probe(self) -> None:
         """Check that the server honours conditional writes.
@@ -335,23 +379,52 @@ class Prefix(Place):
             # is no longer the current version, so it cannot be replaced.
             expected = None if first is self._state.claim else first
             with contextlib.suppress(ObjectChangedError):
-                self._state.claim = self.folder.replace(key, _claim(), expected)
+                self._renewed(self.folder.replace(key, self._new_claim(), expected))
                 raise UsageError(
                     f"the server of {self.folder.url} ignores the conditions of writes"
                     " (If-None-Match, If-Match), so it cannot hold an index that"
                     " changes; build in a directory, and copy the index there"
                 )
             if expected is None:
-                self._state.claim = self.folder.replace(key, _claim(), first)
+                self._renewed(self.folder.replace(key, self._new_claim(), first))
         _honest.add(bucket)
 
 
-def _claim() -> bytes:
+def _clock() -> float:
+    """Return a time in seconds that also runs while the machine sleeps."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+@functools.cache
+def _machine() -> str:
+    """Return an identifier of this machine since its start, or of this container: in
+    each, process ids have a meaning of their own.
+    """
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _owner(data: bytes) -> str | None:
+    """Return the owner of a claim; None if it is no claim."""
+    with contextlib.suppress(ValueError, AttributeError, RecursionError):
+        owner = json.loads(data).get("owner")
+        return owner if isinstance(owner, str) else None
+    return None
+
+
+def _claim(owner: str) -> bytes:
     """Return the contents of a new claim of this process."""
     now = datetime.datetime.now(datetime.UTC)
     expires = now + datetime.timedelta(seconds=_EXPIRY_SECONDS)
     claim: Json = {
+        "owner": owner,
+        # No two claims are equal, so the answers of conditional writes are clear.
         "id": uuid.uuid4().hex,
+        "machine": _machine(),
         "pid": os.getpid(),
         "started": psutil.Process().create_time(),
         "host": socket.gethostname(),
@@ -368,9 +441,7 @@ def _working(data: bytes) -> str | None:
         claim = json.loads(data)
         expires = datetime.datetime.fromisoformat(claim["expires"])
         owner = f"process {claim['pid']} on {claim['host']}"
-        if claim["host"] == socket.gethostname() and not _runs(
-            claim["pid"], claim["started"]
-        ):
+        if claim["machine"] == _machine() and not _runs(claim["pid"], claim["started"]):
             return None
     except (ValueError, KeyError, TypeError, RecursionError):
         # This is no claim of this package, or it is damaged.
@@ -392,7 +463,7 @@ def _runs(pid: int, started: float) -> bool:
 
 def _remove_abandoned(parent: Path) -> None:
     """Remove the temporary directories of processes that have ended."""
-    for folder in parent.iterdir():
-        pid = folder.name.partition("-")[0]
+    for folder in parent.glob(f"{_machine()}-*"):
+        pid = folder.name.split("-")[1]
         if pid.isdecimal() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)

@@ -18,7 +18,12 @@ from storage_formats.arrays import Ints
 from storage_formats.atomic import naming
 from storage_formats.errors import CorruptIndexError, UsageError, cannot_read
 from storage_formats.format.committed_files import CommittedTable
-from storage_formats.format.file_check import FileEntry, check_content
+from storage_formats.format.file_check import (
+    FileEntry,
+    check_content,
+    check_file,
+    refuse,
+)
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
@@ -83,6 +88,7 @@ VALUE_SCHEMA = pa.schema(
     ]
 )
 """Columns of a table of new values, see `with_values`."""
+_HASH_DIGITS = 64
 # number of files of `rows/` that are downloaded in parallel
 _FILES_AT_ONCE = 16
 
@@ -390,6 +396,10 @@ def iter_row_groups(
         if number % _FILES_AT_ONCE == 0:
             soon = positions[number : number + _FILES_AT_ONCE]
             index.fetch([rows_files[each].file for each in soon])
+        file = rows_files[position].file
+        # The manifest has fewer rows than the file has bytes, so this check comes
+        # before memory is taken for the rows.
+        refuse(file.path, check_file(index.root, file, only_length=True))
         first_shard = rows_files[position].first_shard
         ranges = spec.used_ranges(first_shard, index.manifest.stop_shard(position))
         # `np.array` would convert a range number by number.
@@ -424,7 +434,15 @@ def _groups(
         nonlocal found
         table = cast_columns(group, schema)
         row_ids = row_ids_of(table)
-        start = int(np.searchsorted(expected, row_ids[:1])[0])
+        if not len(row_ids):
+            raise ValueError("it has a row group without rows")
+        if "content_hash" in table.column_names:
+            hashes = table["content_hash"].drop_null()
+            is_long = pc.equal(pc.binary_length(hashes), _HASH_DIGITS)
+            is_hash = pc.and_(is_long, pc.string_is_ascii(hashes))
+            if len(hashes) and not pc.all(is_hash).as_py():
+                raise ValueError("a content hash is not one of SHA-256")
+        start = int(np.searchsorted(expected, row_ids[0]))
         if not np.array_equal(expected[start : start + len(row_ids)], row_ids):
             raise ValueError("its rows are not those of its shards")
         limits = [row_ids[0], row_ids[-1] + 1]

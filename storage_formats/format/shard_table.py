@@ -85,7 +85,7 @@ def write_named_file(place: Place, name: str, data: bytes) -> FileEntry:
     """Write a file that is named after its CRC-32C, and return its entry.
 
     Args:
-        name: relative path with a field for the CRC-32C, such as `EDITS_FILE`.
+        name: relative path with a field for the CRC-32C, such as `TOMBSTONES_FILE`.
     """
     crc = crc32c(data)
     entry = FileEntry(name.format(crc), len(data), crc)

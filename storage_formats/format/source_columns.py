@@ -328,20 +328,40 @@ def values_of_sources(
     Raises:
         CorruptIndexError: `text` is not such a result.
     """
+    typed = {}
     try:
         values: dict[str, Value | None] = json.loads(text or "{}")
-        items = values.items()
-    except (ValueError, AttributeError, RecursionError) as error:
+        for name, value in values.items():
+            typed[name] = value
+            # Timestamps are stored as text, in ISO 8601 format.
+            is_text = isinstance(value, str)
+            column = columns.get(name)
+            if column is None or value is None:
+                continue
+            if is_text or column.fits(value):
+                with contextlib.suppress(ValueError):
+                    typed[name] = as_type(value, column.type)
+    except (
+        ValueError,
+        TypeError,
+        ArithmeticError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise CorruptIndexError(
             f"the source values of a row are damaged ({error})", remedy="verify"
         ) from error
-    typed = {}
-    for name, value in items:
-        typed[name] = value
-        if value is not None and name in columns:
-            with contextlib.suppress(ValueError, TypeError):
-                typed[name] = as_type(value, columns[name].type)
     return typed
+
+
+def parsed(value: Value) -> Value:
+    """Return a value with the type that its text has. For example, the text "1.5" of a
+    CSV file becomes the float 1.5. Other values are returned unchanged.
+    """
+    if not isinstance(value, PlainText):
+        return value
+    return as_type(value, _type_of(frozenset([kind_of(value)])))
 
 
 def as_type(value: Value, column_type: str) -> Value:
@@ -365,5 +385,8 @@ def as_type(value: Value, column_type: str) -> Value:
         )
     if column_type == BOOL:
         return value.lower() == "true" if isinstance(value, str) else bool(value)
-    assert not isinstance(value, datetime.datetime)
+    if isinstance(value, datetime.datetime):
+        raise TypeError(f"a column of type {column_type} cannot store a time")
+    if column_type == INT64 and isinstance(value, float) and not value.is_integer():
+        raise ValueError(f"{value} is not an integer")
     return int(value) if column_type == INT64 else float(value)

@@ -191,6 +191,15 @@ def begin_remote_copy(
         EdjeError: another process is changing the destination.
     """
     with Prefix.open(url) as place, place.claimed():
+        if place.read(place.journal) is not None:
+            if not replace:
+                raise UsageError(
+                    f"an unfinished change of {url} would be lost; finish or discard"
+                    " it, or copy with replace=True",
+                    parameter="out",
+                )
+            unfinished = place.names(place.build)
+            place.remove(path for path in unfinished if path != place.claim)
         replaced = place.read(place.manifest)
         manifest: Manifest | None = None
         if replaced not in (None, REPLACED):

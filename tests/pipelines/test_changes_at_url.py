@@ -169,14 +169,15 @@ class Killed(BaseException):
 
 
 class Requests:
-    """Counts the requests to object stores. After request number `last`, no request
-    is answered any more. If `is_done`, request number `last` is done.
+    """Counts the requests to object stores. Request number `last` gets no answer, and
+    no later request either if `is_dead`. If `is_done`, request number `last` is done.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         self.last = 1 << 30
         self.is_done = False
+        self.is_dead = True
         self._lock = threading.Lock()
         repeated = ObjectFolder._repeated
 
@@ -184,20 +185,22 @@ class Requests:
             with self._lock:
                 self.count += 1
                 number = self.count
-            if number > self.last:
+            if number > self.last and self.is_dead:
                 raise ObjectStoreError("the process is killed")
-            if number == self.last and self.is_done:
-                repeated(folder, key, send)
             if number == self.last:
+                with contextlib.suppress(Exception):
+                    if self.is_done:
+                        repeated(folder, key, send)
                 raise Killed
             return repeated(folder, key, send)
 
         monkeypatch.setattr(ObjectFolder, "_repeated", request)
 
-    def end_after(self, number: int, *, is_done: bool) -> None:
+    def end_after(self, number: int, *, is_done: bool, is_dead: bool = True) -> None:
         self.count = 0
         self.last = number
         self.is_done = is_done
+        self.is_dead = is_dead
 
     def go_on(self) -> None:
         self.last = 1 << 30
@@ -242,9 +245,10 @@ def check_cuts(name, index, folder, monkeypatch, *, step):
     expected = stored(folder).keys()
     states = set()
     for number in range(1, total + 1, step):
-        for is_done in (False, True):
+        # Killed before or after a request, or only the answer of the request is lost.
+        for is_done, is_dead in ((False, True), (True, True), (True, False)):
             restore(folder, files)
-            requests.end_after(number, is_done=is_done)
+            requests.end_after(number, is_done=is_done, is_dead=is_dead)
             try:
                 CHANGES[name]()
             except (Killed, EdjeError):
@@ -299,16 +303,16 @@ def test_only_one_process_changes_an_index(index, folder, monkeypatch):
 
 def test_the_claim_of_a_dead_process_is_taken_over(index, folder):
     copy_index(index, URL)
-    claim = json.loads(prefix._claim())
+    claim = json.loads(prefix._claim("another"))
     for dead in (
         {"pid": 2**22 + 1},
         {"started": 0.0},
-        {"host": "gone", "expires": "2020-01-01T00:00:00+00:00"},
+        {"machine": "gone", "expires": "2020-01-01T00:00:00+00:00"},
     ):
         data = json.dumps({**claim, **dead}).encode()
         folder.put(CLAIM, lambda data=data: [data], length=len(data), metadata={})
         set_columns(URL, [2], {"title": [json.dumps(dead)]})
-    data = json.dumps({**claim, "host": "another"}).encode()
+    data = json.dumps({**claim, "machine": "another", "host": "another"}).encode()
     folder.put(CLAIM, lambda: [data], length=len(data), metadata={})
     with pytest.raises(EdjeError, match="on another is working on"):
         delete_rows(URL, rows=[1])
@@ -319,7 +323,7 @@ def test_a_process_that_lost_its_claim_commits_nothing(index, folder):
     before = contents(URL)
 
     def take_over(event):
-        data = prefix._claim()
+        data = prefix._claim("another")
         folder.put(CLAIM, lambda: [data], length=len(data), metadata={})
 
     with pytest.raises(EdjeError, match=r"another process took over .*claim\.json"):
@@ -409,8 +413,55 @@ def test_a_worker_whose_change_has_ended_puts_nothing(index, folder):
         # another process takes over, and runs another change
         expire(folder)
         set_columns(URL, [2], {"title": ["Sea"]})
-        with pytest.raises(EdjeError, match="that this worker served has ended"):
+        with pytest.raises(EdjeError, match="that this process served has ended"):
             writer.commit_files()
     assert verify_index(URL) == []
     assert {key for key in folder.list_sizes() if "int8" in key} == set()
     assert folder.list_sizes().keys() > before.keys()
+
+
+def test_files_of_other_programs_are_no_index(folder, tmp_path):
+    folder.put("build/app.zip", lambda: [b"x"], length=1, metadata={})
+    np.save(tmp_path / "tokens.npy", np.ones((3, 2, 8), np.float32))
+    np.save(tmp_path / "embeddings.npy", np.ones((3, 4), np.float32))
+    with pytest.raises(UsageError, match="has other objects"):
+        import_arrays(tmp_path / "tokens.npy", tmp_path / "embeddings.npy", URL)
+    assert list(folder.list_sizes()) == ["build/app.zip"]
+
+
+def test_a_process_that_slept_checks_its_claim(index, folder, monkeypatch):
+    copy_index(index, URL)
+    with open_place(URL) as place, place.claimed():
+        place.write(place.build / "x", b"x")
+        expire(folder)
+        assert delete_rows(URL, rows=[1]).deleted == (1,)
+        before = stored(folder)
+        monkeypatch.setattr(prefix, "_LATE_SECONDS", -1.0)
+        for act in (
+            lambda: place.write(place.build / "x", b"y"),
+            lambda: place.remove([place.manifest]),
+            lambda: place.commit(b"{}"),
+        ):
+            with pytest.raises(EdjeError, match=r"taken it over|took over"):
+                act()
+    assert stored(folder) == before
+
+
+def test_an_unfinished_change_is_not_copied_over(index, other, folder):
+    copy_index(index, URL)
+    with begin_change(URL, "delete", {"rows": [1]}) as change:
+        change.store_plan({})
+    with pytest.raises(UsageError, match=r"an unfinished change of .* would be lost"):
+        copy_index(index, URL)
+    copy_index(index, URL, replace=True)
+    assert not any(key.startswith("build/") for key in folder.list_sizes())
+    assert verify_index(URL) == []
+
+
+def test_a_missing_faiss_file_is_built_again(index, folder):
+    add_ann(index)
+    copy_index(index, URL)
+    for key in [key for key in folder.list_sizes() if key.startswith("ann/")]:
+        folder.delete([key])
+    assert repair_index(URL).left == ()
+    assert verify_index(URL) == []

@@ -25,7 +25,7 @@ from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.writing.shard_writer import ShardWriter
-from tests.conftest import REPO, same_bits
+from tests.conftest import REPO, golden_index, same_bits
 
 SHAPE = {"block_shape": (4, 16), "embed_dim": 8, "shard_size": 5}
 
@@ -373,7 +373,7 @@ def test_an_append_that_fails_changes_nothing(tmp_path):
 
 def test_an_index_of_images_is_refused():
     with pytest.raises(UsageError, match="not built from arrays"):
-        IndexWriter.open(REPO / "tests/golden/release_0_1/index")
+        IndexWriter.open(golden_index())
 
 
 def test_a_closed_writer_refuses(tmp_path):

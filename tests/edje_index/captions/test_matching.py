@@ -22,8 +22,9 @@ from edje_index.captions.reading import CaptionedImage
 from pipelines import delete_rows
 from storage_formats import IndexWriter, UsageError
 from storage_formats.format.file_check import FileEntry
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex, Manifest, RowsFile
+from storage_formats.format.places import Directory
 from storage_formats.format.rows import read_all_rows, write_rows
 from tests.conftest import rows_path, write_random_index
 
@@ -51,7 +52,7 @@ def match(
 
 
 def set_values(index: Path, row: int, **changes: object) -> None:
-    layout = Layout(index)
+    layout = Directory(index)
     manifest = Manifest.load(index)
     path = rows_path(index)
     table = pq.read_table(path)

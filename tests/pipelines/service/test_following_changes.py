@@ -13,7 +13,7 @@ import pytest
 from edje_index import Client, TokenIndex
 from pipelines import delete_rows, quantize_index
 from storage_formats import Manifest, UsageError
-from storage_formats.format.layout import Layout
+from storage_formats.format.places import Directory
 from tests.pipelines.service.server import serve
 
 
@@ -47,7 +47,7 @@ def test_another_model_needs_a_restart(changing):
     index = TokenIndex.open(changing)
     manifest = Manifest.load(changing)
     replace(manifest, model={**manifest.model, "fingerprint": "0" * 64}).write(
-        Layout(changing)
+        Directory(changing)
     )
     with pytest.raises(UsageError, match="was replaced by another index"):
         index.at_current_snapshot()
