@@ -241,10 +241,12 @@ class Helpers:
                 # end the helpers.
                 start_new_session=True,
             )
-        self._control.send((self._preparation, self.count, len(self.pixels)))
         # Also called if this object is not closed, at the latest at the end of the
         # process.
         self._end_server = weakref.finalize(self, _end, self._server, self._control)
+        # If the server has died already, its first use finds out.
+        with suppress(OSError):
+            self._control.send((self._preparation, self.count, len(self.pixels)))
 
 
 def _end(server: subprocess.Popen[bytes], control: Connection) -> None:
