@@ -54,6 +54,8 @@ _EXPIRY_SECONDS = 120.0
 _RENEWAL_SECONDS = 20.0
 # A process that was suspended for longer than this checks that it still has the claim.
 _LATE_SECONDS = 60.0
+# A worker looks at the journal again after this time.
+_FRESH_SECONDS = 1.0
 _MAX_CLAIM_BYTES = 1 << 20
 # A plan lists the checksum of every list of inputs.
 _MAX_BYTES = 1 << 30
@@ -71,7 +73,8 @@ class _State:
         owner: identifier of this place in its claim.
         base: `index.json` at the time of the claim; None if there was none.
         claim: the claim object of this process; None if it has none.
-        renewed: time of the last renewal of the claim, see `_clock`.
+        renewed: time of the last renewal of the claim, or of the last look at the
+            journal, see `_clock`.
         lengths: length of each listed object in bytes, by key.
         journal: the journal of the change of this task; None before `begin_task`.
     """
@@ -171,19 +174,22 @@ class Prefix(Place):
     def begin_task(self) -> None:
         if self._state.claim is None:
             self._state.journal = self._read_now(self._of_whole.journal)
+            self._state.renewed = _clock()
             self._check_change()
 
     def _check_change(self) -> None:
         """Raise EdjeError if another process may have taken over the change."""
         state = self._state
+        age = _clock() - state.renewed
         if state.claim is not None:
             # This process renews the claim, unless it was suspended.
-            is_over = _clock() > state.renewed + _LATE_SECONDS and not self.is_claimed()
+            is_over = age > _LATE_SECONDS and not self.is_claimed()
         else:
             journal = state.journal
-            is_over = journal is not None and (
-                not journal or self._read_now(self._of_whole.journal) != journal
-            )
+            is_over = journal == b""
+            if journal is not None and age > _FRESH_SECONDS:
+                is_over = self._read_now(self._of_whole.journal) != journal
+                state.renewed = _clock()
         if is_over:
             raise EdjeError(
                 f"the change of {self.folder.url} that this process served has ended,"

@@ -399,7 +399,8 @@ def test_a_new_index_needs_a_free_place(url, message, index, tmp_path):
         import_arrays(tmp_path / "tokens.npy", tmp_path / "embeddings.npy", url)
 
 
-def test_a_worker_whose_change_has_ended_puts_nothing(index, folder):
+def test_a_worker_whose_change_has_ended_puts_nothing(index, folder, monkeypatch):
+    monkeypatch.setattr(prefix, "_FRESH_SECONDS", -1.0)
     copy_index(index, URL)
     before = stored(folder)
     with (
