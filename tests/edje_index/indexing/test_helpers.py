@@ -186,8 +186,9 @@ def test_nothing_is_left_of_a_killed_process(jobs, faulty_decoder):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     ) as process:
         assert process.stdout.readline() == b"started\n"
-        children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) == 2, "the server and a helper"
         time.sleep(0.2)
+        children = psutil.Process(process.pid).children(recursive=True)
+        # The input at which a helper hangs may be the first of another helper.
+        assert len(children) in (2, 3), "the server and one or two helpers"
         process.kill()
     wait_for_end(set(children))
