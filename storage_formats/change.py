@@ -12,6 +12,7 @@ or finished shards, any other change is refused until it is finished or discarde
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import datetime
 import errno
@@ -84,7 +85,7 @@ class UnfinishedChangeError(EdjeError):
     """Another change of the index was stopped, and has a plan or finished shards."""
 
 
-class Change:
+class Change(abc.ABC):
     """Base class of `IndexChange` and `NewIndex`.
 
     Attributes:
@@ -164,9 +165,9 @@ class Change:
             self._remove_files()
         self.store_plan(None)
 
+    @abc.abstractmethod
     def _remove_data(self) -> None:
         """Remove the data files of this change, which is not committed."""
-        raise NotImplementedError
 
     def _remove_files(self) -> None:
         self._remove_data()

@@ -93,7 +93,7 @@ class Prefix(Place):
     machine, which `close` removes.
 
     Attributes:
-        whole: `root` of the place of which this is a part; None if this is no part.
+        whole: `root` of the whole index if this place is a part of it; None otherwise.
     """
 
     folder: ObjectFolder
@@ -199,12 +199,12 @@ class Prefix(Place):
     def put(self, staged: Sequence[tuple[Path, FileEntry]]) -> None:
         self._check_change()
 
-        def put(path: Path, entry: FileEntry) -> None:
+        def move(path: Path, entry: FileEntry) -> None:
             self._send(path, self._named(entry))
             path.unlink()
 
         with ThreadPoolExecutor(_TRANSFERS_AT_ONCE) as pool:
-            list(pool.map(put, *zip(*staged, strict=True)))
+            list(pool.map(move, *zip(*staged, strict=True)))
 
     def seal(self, paths: Iterable[Path]) -> None:
         self._check_change()
@@ -340,7 +340,7 @@ class Prefix(Place):
                 )
 
     def _new_claim(self) -> bytes:
-        return _claim(self._state.owner)
+        return _claim_bytes(self._state.owner)
 
     def _renewed(self, claim: ObjectVersion) -> None:
         self._state.renewed = _clock()
@@ -422,7 +422,7 @@ def _owner(data: bytes) -> str | None:
     return None
 
 
-def _claim(owner: str) -> bytes:
+def _claim_bytes(owner: str) -> bytes:
     """Return the contents of a new claim of this process."""
     now = datetime.datetime.now(datetime.UTC)
     expires = now + datetime.timedelta(seconds=_EXPIRY_SECONDS)

@@ -39,26 +39,13 @@ from storage_formats.change import UnfinishedChangeError, begin_change
 from storage_formats.format import prefix
 from storage_formats.format.places import open_place
 from storage_formats.format.rows import TIMING_COLUMNS
-from storage_formats.remote import objects
 from storage_formats.remote.objects import ObjectFolder, ObjectStoreError
 from storage_formats.writing.shard_writer import ShardWriter
 from tests.pipelines.conftest import write_photo
 
-obstore_store = pytest.importorskip("obstore.store")
+pytestmark = pytest.mark.usefixtures("memory_stores")
 CLAIM = "build/claim.json"
 URL = "s3://bucket/photos.edje"
-
-
-@pytest.fixture(autouse=True)
-def stores(tmp_path, monkeypatch):
-    """Every URL has an object store in memory."""
-    made = {}
-    monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        objects,
-        "_open_store",
-        lambda url: made.setdefault(url, obstore_store.MemoryStore()),
-    )
 
 
 @pytest.fixture
@@ -303,7 +290,7 @@ def test_only_one_process_changes_an_index(index, folder, monkeypatch):
 
 def test_the_claim_of_a_dead_process_is_taken_over(index, folder):
     copy_index(index, URL)
-    claim = json.loads(prefix._claim("another"))
+    claim = json.loads(prefix._claim_bytes("another"))
     for dead in (
         {"pid": 2**22 + 1},
         {"started": 0.0},
@@ -323,7 +310,7 @@ def test_a_process_that_lost_its_claim_commits_nothing(index, folder):
     before = contents(URL)
 
     def take_over(event):
-        data = prefix._claim("another")
+        data = prefix._claim_bytes("another")
         folder.put(CLAIM, lambda: [data], length=len(data), metadata={})
 
     with pytest.raises(EdjeError, match=r"another process took over .*claim\.json"):

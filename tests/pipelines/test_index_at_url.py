@@ -39,28 +39,15 @@ from storage_formats.format.shard_table import (
     read_shard_table,
     write_shard_table,
 )
-from storage_formats.remote import objects
 from storage_formats.remote.objects import ObjectFolder
 from storage_formats.writing.index_copy import begin_remote_copy
 from tests.conftest import rows_path
 from tests.edje_index.search.indexes import build_photos
 from tests.pipelines.test_copy import check_equal, contents
 
-obstore_store = pytest.importorskip("obstore.store")
+pytestmark = pytest.mark.usefixtures("memory_stores")
 CLAIM = "build/claim.json"
 URL = "s3://bucket/photos.edje"
-
-
-@pytest.fixture(autouse=True)
-def stores(tmp_path, monkeypatch):
-    """Every URL has an object store in memory."""
-    made = {}
-    monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        objects,
-        "_open_store",
-        lambda url: made.setdefault(url, obstore_store.MemoryStore()),
-    )
 
 
 @pytest.fixture

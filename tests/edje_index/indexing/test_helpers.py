@@ -59,7 +59,7 @@ Jobs = list[tuple[int, InputRef]]
 
 @pytest.fixture
 def jobs(tmp_path):
-    """Twenty inputs, the last of which is not an image."""
+    """Twenty inputs. The last one is not an image."""
     jobs = []
     for number in range(20):
         path = tmp_path / f"{number}.jpg"

@@ -255,7 +255,7 @@ def test_out_of_memory_halves_the_batch_of_the_whole_shard(case, encoder, monkey
         receipt = encode_shard(task, encoder)
     finally:
         hook.remove()
-    assert sizes == [2, 1, 1, 1, 1, 1], "3 inputs, the third of which is truncated"
+    assert sizes == [2, 1, 1, 1, 1, 1], "3 inputs; the third is truncated"
     assert receipt.encoded_on == "a GPU, batches of 1"
     assert read_receipts(_layout(task), [0], "plan").get(0) == receipt
     for bits, other in zip(stored(task), expected, strict=True):
