@@ -31,6 +31,7 @@ from storage_formats.format.rows import (
     rows_table,
 )
 from storage_formats.format.source_columns import SourceColumn
+from storage_formats.remote import objects
 from storage_formats.upgrade import upgrade_index
 from storage_formats.verify import verify_index
 from storage_formats.writing.publish import new_manifest
@@ -315,3 +316,14 @@ def problems_and_counts(root: Path) -> list[object]:
             counts[name] += len(table) - table[name].null_count
     miscounted = [each.name for each in columns if each.values != counts[each.name]]
     return [*verify_index(root), *miscounted]
+
+
+@pytest.fixture
+def memory_stores(tmp_path, monkeypatch):
+    """Every URL has an object store in memory."""
+    store = pytest.importorskip("obstore.store")
+    made = {}
+    monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        objects, "_open_store", lambda url: made.setdefault(url, store.MemoryStore())
+    )

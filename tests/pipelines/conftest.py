@@ -23,7 +23,6 @@ from pipelines.progress.events import (
     never,
 )
 from storage_formats.format.layout import IndexSpec
-from storage_formats.remote import objects
 from tests.conftest import write_random_index
 
 _PARAMETERS = inspect.signature(build_index).parameters.values()
@@ -135,14 +134,3 @@ def config(tmp_path, photos, tiny_bundle):
         return Request(**arguments)
 
     return make
-
-
-@pytest.fixture
-def memory_stores(tmp_path, monkeypatch):
-    """Every URL has an object store in memory."""
-    store = pytest.importorskip("obstore.store")
-    made = {}
-    monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        objects, "_open_store", lambda url: made.setdefault(url, store.MemoryStore())
-    )
