@@ -7,22 +7,18 @@ import contextlib
 import functools
 import itertools
 import json
-import math
-import random
 import re
 import tempfile
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from storage_formats.arguments import as_number
 from storage_formats.cache import cache_directory
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.committed_files import iter_shard_files
 from storage_formats.format.file_check import FileEntry, Problem, check_file
 from storage_formats.format.index_files import read_index_file
-from storage_formats.format.layout import IndexSpec, is_data_file
+from storage_formats.format.layout import is_data_file
 from storage_formats.format.manifest import (
     MAX_MANIFEST_BYTES,
     CommittedIndex,
@@ -47,9 +43,6 @@ from storage_formats.writing.publish import add_counts
 # Four threads are used on a machine with fewer CPUs, too, because they mostly wait for
 # data (docs/lab/fetch.md).
 _THREADS = 4
-# number of shards whose entries are read from the shard tables at once, if there is a
-# time limit
-_GROUP_SHARDS = 64
 _MAX_ZARR_BYTES = 1 << 20
 _PROBLEMS_SHOWN = 3
 # Files that no snapshot names: a conversion leaves the earlier shard tables for readers
@@ -60,12 +53,8 @@ _LEFT_BEHIND = re.compile(r"manifest/shards-[0-9a-f]{8}\.parquet")
 def verify_index(
     root: IndexLocation,
     on_progress: Callable[[int, int], None] | None = None,
-    *,
-    sample: float | None = None,
-    max_duration: float | None = None,
 ) -> list[Problem]:
-    """Check every file of all kept snapshots of an index, or only a sample of its
-    shards.
+    """Check every file of all kept snapshots of an index.
 
     Four threads check one shard each at a time. For an index on an object store, the
     objects of a shard are downloaded to the cache directory, checked, and removed, so
@@ -75,23 +64,13 @@ def verify_index(
         root: directory of the index, or its URL on an object store.
         on_progress: called as `on_progress(done, total)` after each shard of the
             current snapshot. Both arguments are numbers of shards.
-        sample: number of shards to check, which are chosen at random. A number below 1
-            is a share of all shards. A sample skips the files of earlier snapshots, the
-            totals in `index.json`, the search for files that do not belong to the
-            index, and the contents of the nearest-neighbour index. None checks
-            everything.
-        max_duration: time in seconds after which no further shard is checked. With a
-            limit, shards are checked in random order, and the same parts of the index
-            are skipped as with a sample. None sets no limit.
 
     Returns:
-        All problems that were found. The list is empty if all checked files are
-        undamaged.
+        All problems that were found. The list is empty if all files are undamaged.
 
     Raises:
-        UsageError: there is no index at `root`, `sample` is not positive, the disk has
-            no room for a shard of an index on an object store, or the URL begins with
-            `http://` or `https://`.
+        UsageError: there is no index at `root`, the disk has no room for a shard of an
+            index on an object store, or the URL begins with `http://` or `https://`.
         IncompleteIndexError: the build of the index has not finished.
         ObjectStoreError: the object store refused a request or cannot be reached.
 
@@ -107,7 +86,7 @@ def verify_index(
             return [Problem(ROOT, "manifest", str(error))]
         version = _version(index)
         try:
-            problems = _problems(index, on_progress, sample, max_duration)
+            problems = _problems(index, on_progress)
         except CorruptIndexError as error:
             problems = [Problem(ROOT, "manifest", str(error))]
         if problems and _version(index) != version:
@@ -177,36 +156,18 @@ def _version(index: CommittedIndex) -> tuple[bytes, list[str]]:
 
 
 def _problems(
-    index: CommittedIndex,
-    on_progress: Callable[[int, int], None] | None,
-    sample: float | None,
-    max_duration: float | None,
+    index: CommittedIndex, on_progress: Callable[[int, int], None] | None
 ) -> list[Problem]:
     """Return all problems of an open index. For the arguments, see `verify_index`."""
     manifest = index.manifest
-    checks_all = sample is None and max_duration is None
-    shards = sampled_shards(manifest.spec, sample)
-    # With a time limit, the order of the shards is random. Otherwise, the shard tables
-    # are read once from front to back.
-    group_shards = _GROUP_SHARDS
-    if max_duration is None:
-        group_shards = len(shards)
-    started = time.monotonic()
-
+    shards = list(manifest.spec.shard_numbers())
     first_shards = [each.first_shard for each in manifest.rows_files]
     check_rows = functools.cache(functools.partial(_check_rows, index))
-    checked_files = set[int]()
 
     def items() -> Iterator[tuple[int, dict[str, FileEntry], bool]]:
-        for start in range(0, len(shards), group_shards):
-            group = sorted(shards[start : start + group_shards])
-            for shard, files in iter_shard_files(index, group):
-                elapsed = time.monotonic() - started
-                if max_duration is not None and elapsed >= max_duration:
-                    return
-                position = bisect.bisect_right(first_shards, shard) - 1
-                checked_files.add(position)
-                yield shard, files, check_rows(position) is None
+        for shard, files in iter_shard_files(index, shards):
+            position = bisect.bisect_right(first_shards, shard) - 1
+            yield shard, files, check_rows(position) is None
 
     problems = list(_check_metadata(index))
     counts = Counts(0, 0, 0)
@@ -217,19 +178,18 @@ def _problems(
         counts = add_counts(counts, shard_counts)
         if on_progress:
             on_progress(done, len(shards))
-    problems += filter(None, map(check_rows, sorted(checked_files)))
+    problems += filter(None, map(check_rows, range(len(first_shards))))
     # If a rows file cannot be read, its rows are missing from `counts`, so the totals
     # cannot be compared.
-    is_complete = checks_all and counts.inputs == manifest.spec.used_rows
+    is_complete = counts.inputs == manifest.spec.used_rows
     if is_complete and counts != manifest.counts:
         message = (
             f"lists the counts {asdict(manifest.counts)}, but the rows have"
             f" {asdict(counts)}"
         )
         problems.append(Problem(ROOT, "counts", message))
-    problems += _check_own_files(index, checks_all=checks_all)
-    if checks_all:
-        problems += _check_earlier_snapshots(index)
+    problems += _check_own_files(index)
+    problems += _check_earlier_snapshots(index)
     return problems
 
 
@@ -311,29 +271,6 @@ def files_here(
             path.unlink(missing_ok=True)
 
 
-def sampled_shards(spec: IndexSpec, sample: float | None) -> list[int]:
-    """Return the numbers of the shards to verify, in random order.
-
-    Args:
-        sample: number of shards. A number below 1 is a share of all shards, and the
-            number of shards is rounded up. None returns all shards.
-
-    Raises:
-        UsageError: `sample` is not positive and finite.
-    """
-    numbers = list(spec.shard_numbers())
-    random.shuffle(numbers)
-    if sample is None:
-        return numbers
-    if not 0 < as_number(sample, "sample") < math.inf:
-        raise UsageError(
-            f"sample must be above 0, got {sample}; give a number of shards or a share"
-            " below 1",
-            parameter="sample",
-        )
-    return numbers[: math.ceil(sample * len(numbers) if sample < 1 else sample)]
-
-
 def _check_metadata(index: CommittedIndex) -> Iterator[Problem]:
     """Compare each `zarr.json` with the document that SPEC.md prescribes."""
     layout = index.layout
@@ -368,7 +305,7 @@ def _check_metadata(index: CommittedIndex) -> Iterator[Problem]:
             )
 
 
-def _check_own_files(index: CommittedIndex, *, checks_all: bool) -> Iterator[Problem]:
+def _check_own_files(index: CommittedIndex) -> Iterator[Problem]:
     """Check the files that no shard table lists, except the rows files and each
     `zarr.json`, which `_problems` checks.
     """
@@ -390,7 +327,7 @@ def _check_own_files(index: CommittedIndex, *, checks_all: bool) -> Iterator[Pro
         if problem := _check_file(index, entry):
             yield problem
     for entry in manifest.ann_files:
-        if problem := _check_file(index, entry, only_length=not checks_all):
+        if problem := _check_file(index, entry):
             yield replace(
                 problem,
                 message=f"{problem.message}; build the nearest-neighbour index again",

@@ -31,7 +31,6 @@ from storage_formats import (
     RowIdError,
     TokenStore,
     UsageError,
-    verify_index,
 )
 from tests.conftest import REPO
 from tests.edje_index.published_cases import Case, write_case
@@ -234,7 +233,6 @@ NUMBERS: dict[str, tuple[float, Callable[[Any, TokenIndex, TokenStore], Any]]] =
         0.5,
         lambda n, *_: edje_index.near_duplicates("photos.edje", n),
     ),
-    "verify_index": (0.5, lambda n, *_: verify_index("photos.edje", sample=n)),
     "snapshot": (0, lambda n, *_: len(TokenStore.open("photos.edje", snapshot=n))),
     "IndexWriter block_shape": (4, lambda n, *_: rows_of_new_index(n, 8, 8)),
     "IndexWriter embed_dim": (8, lambda n, *_: rows_of_new_index(4, n, 8)),

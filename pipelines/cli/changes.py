@@ -4,9 +4,9 @@ merge indexes, add precisions, check and repair files, and list snapshots.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -369,27 +369,8 @@ def upgrade(job: Job) -> Iterator[str]:
     )
 
 
-def _share(sample: str) -> float:
-    """Parse a sample of shards. A percentage is divided by 100, so that "1%" gives
-    0.01. Other numbers are returned as they are.
-    """
-    try:
-        return float(sample.removesuffix("%")) / (100 if sample.endswith("%") else 1)
-    except ValueError:
-        raise UsageError(
-            f"{sample!r} is neither a share nor a number of shards; give for example 1%"
-            " or 100",
-            parameter="sample",
-        ) from None
-
-
 @command()
-def verify(
-    index: IndexLocation,
-    *,
-    sample: str | None = None,
-    max_duration: float | None = None,
-) -> int:
+def verify(index: IndexLocation) -> int:
     """Check every file of INDEX: lengths, checksums, rows and counts.
 
     INDEX is a directory, or the URL of an index on an object store. The command
@@ -397,49 +378,21 @@ def verify(
     keeps none of them. All kept snapshots are checked. The exit code is 1 if the
     command finds a problem.
 
-    With --sample or --max-duration, the command checks the metadata of the index and
-    every file of some of the shards, which it chooses at random. The files of other
-    shards are not checked.
-
     \b
     Examples:
       edje-index verify photos.edje
-      edje-index verify photos.edje --sample 1%
-      edje-index verify photos.edje --max-duration 3600
-      edje-index verify photos.edje --sample 100 --json
-      edje-index verify s3://my-bucket/photos.edje --sample 20
-
-    Args:
-        sample: check only some of the shards: a share such as 1% or 0.01, or a number
-            of shards. None selects all shards.
-        max_duration: do not start to check another shard after this time in seconds.
-            None selects no limit.
+      edje-index verify photos.edje --json
+      edje-index verify s3://my-bucket/photos.edje
     """
-    from storage_formats.errors import CorruptIndexError
-    from storage_formats.format.remote import open_index
     from storage_formats.verify import verify_index
 
-    checked = 0
-    share = None if sample is None else _share(sample)
-
     def check(on_progress: OnProgress) -> list[Problem]:
-        def count(done: int, total: int) -> None:
-            nonlocal checked
-            checked = done
-            on_progress("verifying", done, total)
-
-        return verify_index(index, count, sample=share, max_duration=max_duration)
+        return verify_index(index, partial(on_progress, "verifying"))
 
     problems = run_job(check)
     listed = [asdict(problem) for problem in problems]
     value = {"index": str(index), "sound": not problems, "problems": listed}
     verdict = counted(len(problems), "problem") if problems else "sound"
-    if sample is not None or max_duration is not None:
-        shards = 0
-        with contextlib.suppress(CorruptIndexError):
-            shards = open_index(index).spec.used_shards
-        value["sample"] = {"shards": checked, "of": shards}
-        verdict += f" in a sample of {checked:,} of {counted(shards, 'shard')}"
     for problem in problems:
         note(f"{problem.path}: {problem.message}")
     print_result(value, f"{index}: {verdict}")

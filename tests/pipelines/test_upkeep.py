@@ -36,11 +36,6 @@ def described(capsys, index) -> dict:
     return json.loads(output(capsys, "info", index, "--json"))
 
 
-def test_a_sample_of_shards_is_verified(index, capsys):
-    value = json.loads(output(capsys, "verify", index, "--sample", "20%", "--json"))
-    assert value["sample"] == {"shards": 2, "of": 10}
-
-
 def test_info_says_when_to_compact(index, tmp_path, capsys):
     value = described(capsys, index)
     assert value["compact"] == []

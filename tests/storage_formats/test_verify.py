@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import threading
@@ -9,20 +8,17 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipelines import copy_index, delete_rows, quantize_index
 from pipelines.jobs.snapshots import history, remove_snapshots, roll_back
 from storage_formats import CorruptIndexError, UsageError, verify_index
 from storage_formats.format.checksum import json_checksum
-from storage_formats.format.layout import IndexSpec, Segment
+from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import Manifest, Snapshot
 from storage_formats.format.places import Directory
 from storage_formats.format.rows import RowEntry
 from storage_formats.format.shard_table import read_shard_table
 from storage_formats.shard_check import check_shard
-from storage_formats.verify import sampled_shards
 from tests.conftest import write_random_index
 
 SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(4, 16), embed_dim=6)
@@ -130,60 +126,6 @@ def test_an_index_that_changes_during_verification_is_not_called_damaged(copy):
     assert [problem.code for problem in problems] == ["changed"]
     assert "verify the index again" in problems[0].message
     assert codes(copy) == {("tokens/bf16/extra", "stray-file")}
-
-
-def segmented_spec() -> IndexSpec:
-    """Shards 0 to 2, and 5 to 9."""
-    return IndexSpec(79, 8, (4, 16), 6, segments=(Segment(0, 21), Segment(40, 39)))
-
-
-@given(st.integers(1, 20) | st.floats(0.01, 0.99))
-def test_a_sample_has_the_requested_number_of_different_shards_of_the_segments(sample):
-    spec = segmented_spec()
-    shards = sampled_shards(spec, sample)
-    assert len(shards) == min(8, sample if sample >= 1 else math.ceil(8 * sample))
-    assert len(set(shards)) == len(shards)
-    assert set(shards) <= set(spec.shard_numbers())
-
-
-@pytest.mark.parametrize("sample", [0, -1, -0.5, math.nan, math.inf])
-def test_a_sample_that_is_not_positive_is_refused(sound, sample):
-    with pytest.raises(UsageError, match="sample must be"):
-        verify_index(sound, sample=sample)
-
-
-def test_samples_find_damage_in_their_shards_only(copy):
-    layout = Directory(copy)
-    damaged = {1: layout.embedding_shard(1), 2: layout.token_shard("bf16", 2)}
-    for path in damaged.values():
-        path.write_bytes(path.read_bytes()[:-1])
-    found = []
-    while {*found} != {(), *((layout.relative(path),) for path in damaged.values())}:
-        steps = []
-        problems = verify_index(
-            copy,
-            lambda done, of, steps=steps: steps.append((done, of)),
-            sample=1,
-        )
-        assert steps == [(1, 1)]
-        found.append(tuple(problem.path for problem in problems))
-        assert len(found) < 100
-
-
-def test_a_check_ends_after_its_time(tmp_path, monkeypatch):
-    write_random_index(tmp_path, IndexSpec(60, 1, (1, 16), 6))
-    checked = []
-
-    def slowly(*shard):
-        time.sleep(0.02)
-        checked.append(shard[2])
-        return check_shard(*shard)
-
-    monkeypatch.setattr("storage_formats.verify.check_shard", slowly)
-    assert verify_index(tmp_path, max_duration=0) == []
-    assert checked == []
-    assert verify_index(tmp_path, max_duration=0.1) == []
-    assert 0 < len(checked) < 60
 
 
 def test_reads_of_shard_tables_do_not_grow_with_the_snapshots(copy, monkeypatch):
