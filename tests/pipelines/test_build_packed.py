@@ -40,9 +40,9 @@ def _pack(photos: Path, folder: Path) -> None:
 
 
 def test_packed_photos_give_the_tokens_of_files(tmp_path, photos, packed, config):
-    run_build(config(), lambda event: None)
+    run_build(config())
     request = replace(config(), sources=(str(packed),), out=tmp_path / "packed.edje")
-    result = run_build(request, lambda event: None)
+    result = run_build(request)
     assert (result.inputs, result.indexed, result.failed) == (30, 27, 3)
     assert verify_index(request.out) == []
     files = TokenStore.open(config().out)
@@ -54,12 +54,12 @@ def test_packed_photos_give_the_tokens_of_files(tmp_path, photos, packed, config
     assert table["uri"].to_pylist()[22] == f"{packed}/c.parquet!image/2"
     assert table["label"].to_pylist()[20:] == list(range(10))
     # finished, and the sources are unchanged
-    assert run_build(request, lambda event: None).rows == 30
+    assert run_build(request).rows == 30
 
 
 def test_damaged_tokens_of_members_are_encoded_again(tmp_path, packed, config):
     request = replace(config(), sources=(str(packed),), out=tmp_path / "packed.edje")
-    run_build(request, lambda event: None)
+    run_build(request)
     for path in (request.out / "tokens/bf16").glob("c.*"):
         path.unlink()
     assert repair_index(request.out).left == ()
@@ -68,7 +68,7 @@ def test_damaged_tokens_of_members_are_encoded_again(tmp_path, packed, config):
 
 def test_failed_members_are_retried(tmp_path, photos, packed, config):
     request = replace(config(), sources=(str(packed),), out=tmp_path / "packed.edje")
-    run_build(request, lambda event: None)
+    run_build(request)
     names = {row["uri"] for row in failed_rows(request.out)}
     assert names == {
         f"{packed}/a.tar.gz!07.jpg",

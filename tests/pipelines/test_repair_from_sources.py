@@ -29,7 +29,7 @@ SECOND = "tokens/bf16/c.1.0.0"
 @pytest.fixture
 def index(config):
     """An index of ten photos in shards of four rows: 03 is a duplicate, 07 failed."""
-    run_build(config(), lambda event: None)
+    run_build(config())
     return Path(config().out)
 
 
