@@ -89,13 +89,12 @@ def fetch(job: Job) -> Iterable[str]:
       edje-index bench fetch photos.edje --precision fp8 --pool 5000 --report out
 
     Args:
-        precisions: precision to compare with other libraries; repeatable. For the
-            other stored precisions, only the large fetch of this package is measured.
-            If there are none, all stored precisions are compared.
+        precisions: precision to compare with other libraries; repeatable. By default,
+            bf16, fp8 and nvfp4 are compared if INDEX stores them. For the other stored
+            precisions, only the large fetch of this package is measured.
         pool: number of blocks per large fetch, limited to half the rows of the index.
-        quick: take about three minutes on an idle machine: fewer runs, other libraries
-            at one precision only, and only the first GiB of the index, which may fit in
-            a cache of the drive.
+        quick: compare one precision only, with two runs of each measurement, and read
+            only the first GiB of INDEX, which may fit in a cache of the drive.
         paper: repeat only the test of the EDJE paper: 50,000 of 100,000 blocks,
             contiguous and random.
         repeats: number of runs of each measurement.

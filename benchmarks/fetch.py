@@ -52,9 +52,11 @@ from storage_formats.token_store import TokenStore
 
 # number of candidates in a typical query
 QUERY = 100
-# A workload with small calls repeats them until it has fetched about this number of
-# blocks.
-_BLOCKS = 5_000
+# number of blocks in all queries together
+_QUERY_BLOCKS = 5_000
+# Precisions that are compared by default, if the index stores them: those of 16, 8 and
+# 4 bits per value.
+_COMPARED = ("bf16", "fp8", "nvfp4")
 # limits of `--quick`: blocks per large fetch, number of runs, and bytes that the rows
 # take in the largest precision
 _QUICK_POOL = 2_000
@@ -84,7 +86,7 @@ _PERCENTILES = (50, 95, 99)
 # smallest fraction of the requested bytes that a cold run must read from the disk
 _READ_AT_LEAST = 0.9
 # assumed duration of a run: a fixed part, and a part per gigabyte that the run reads
-_RUN_SECONDS = 2.0
+_RUN_SECONDS = 1.5
 _GIGABYTE_SECONDS = 1.0
 # A search reads the embeddings of twice as many rows as its pool has candidates.
 _EMBEDDINGS = 2
@@ -151,16 +153,16 @@ def bench_fetch(
     report_folder: Path | None = None,
     *,
     precisions: Sequence[str] = (),
-    pool: int = 50_000,
-    repeats: int = 5,
+    pool: int = 5_000,
+    repeats: int = 3,
     quick: bool = False,
     paper: bool = False,
 ) -> Report:
     """Run the benchmark and return the report.
 
-    The arguments are options of `edje-index bench fetch`. If `precisions` names only
-    some of the stored precisions, only the large fetch is measured for the others.
-    Copies for peers are kept in a directory beside the index until the end.
+    The arguments are options of `edje-index bench fetch`. For stored precisions that
+    are not compared, only the large fetch is measured. Copies for peers are kept in a
+    directory beside the index until the end.
 
     Raises:
         UsageError: the index or a precision does not exist, the index is too small, or
@@ -179,8 +181,9 @@ def bench_fetch(
     if manifest.counts.inputs == manifest.snapshot.deleted_rows:
         raise UsageError(f"{index} has no blocks to fetch; build a larger index")
     index = index.resolve()
-    default = (finest(spec.precisions),) if quick else spec.precisions
-    compared = precisions or default
+    best = (finest(spec.precisions),)
+    stored = [name for name in _COMPARED if name in spec.precisions]
+    compared = precisions or (best if quick else stored or best)
     record_bytes = {
         name: codec(name, spec.block_shape).record_bytes for name in spec.precisions
     }
@@ -227,11 +230,8 @@ def bench_fetch(
     scratch = index.with_name(f".{index.name}.bench-fetch")
     tasks = []
     for name, size in record_bytes.items():
-        for number, workload in enumerate(workloads(rows, pool, paper)):
-            if number and name not in compared:
-                continue
-            with_peers = number < 2 or workload.pool == QUERY
-            others = [RECORDS, *peers] if with_peers and name in compared else []
+        others = [RECORDS, *peers] if name in compared else []
+        for workload in workloads(rows, pool, paper)[: None if others else 1]:
             read = (2 * workload.blocks + rows) * size / 1e9
             tasks += [
                 Task(
@@ -248,7 +248,7 @@ def bench_fetch(
                 for subject in np.roll([*device, READER, *others], -repeat).tolist()
             ]
     copied = sum(PEERS[name].copies for name in peers) * rows * _COPY_RATIO
-    copy_bytes = copied * max(record_bytes[name] for name in compared)
+    copy_bytes = copied * sum(record_bytes[name] for name in compared)
     notes.append(f"copies for other libraries take up to {copy_bytes / 1e9:.1f} GB")
     free = shutil.disk_usage(index.parent).free
     if not scratch.exists() and copy_bytes + _SPARE_BYTES > free:
@@ -288,20 +288,16 @@ def bench_fetch(
 
 
 def workloads(rows: int, pool: int, paper: bool = False) -> list[Workload]:
-    """Return the workloads on an index of `rows` rows, the large random fetch first."""
+    """Return the workloads on an index of `rows` rows: a large random fetch, a large
+    contiguous fetch, and queries.
+    """
     count = max(1, min(pool, rows // 2))
     large = Workload(rows, count, count)
-    sizes = () if paper else (1, 10, QUERY, 1_000, 10_000)
-    blocks = min(_BLOCKS, count)
-    return [
-        large,
-        large._replace(is_contiguous=True),
-        *(
-            Workload(rows, max(size, blocks // size * size), size)
-            for size in sizes
-            if size < count
-        ),
-    ]
+    both = [large, large._replace(is_contiguous=True)]
+    if paper or count <= QUERY:
+        return both
+    queries = min(_QUERY_BLOCKS, count) // QUERY
+    return [*both, Workload(rows, queries * QUERY, QUERY)]
 
 
 def run_fio(
@@ -535,3 +531,18 @@ def verdict(rows: list[Report], draw: float) -> Iterator[str]:
     )
     others = [row for row in rows if row["subject"] != RECORDS]
     yield from faster(others, READER)
+    # The libraries return stored bytes, so they are also compared with a fetch that
+    # does not decode.
+    records = {
+        (row["group"], row["table"], row["case"]): row["ratio"]
+        for row in select(rows, subject=RECORDS)
+        if row["ratio"]
+    }
+    undecoded = [
+        row | {"ratio": row["ratio"] / records[case]}
+        for row in others
+        if (case := (row["group"], row["table"], row["case"])) in records
+        and row["ratio"]
+        and row["subject"] != READER
+    ]
+    yield from faster(undecoded, RECORDS)

@@ -27,8 +27,7 @@ def test_everything_on_an_index(index, run, tmp_path):
     report = json.loads(out)
     rows = report["rows"]
     assert {row["group"] for row in rows} == {"bf16", "fp8"}
-    for size in (1, 10, 100):
-        assert any(f" {size} per call" in row["table"] for row in rows)
+    assert any(" 100 per call" in row["table"] for row in rows)
     for row in rows:
         assert row["command"]
     measured = {(row["subject"], row["case"]) for row in rows if row["values"]}
