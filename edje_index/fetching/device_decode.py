@@ -17,8 +17,7 @@ import torch
 
 from edje_index.models.devices import fused_on_cuda
 from storage_formats.codecs import codec
-from storage_formats.codecs.formats import FORMATS
-from storage_formats.codecs.minifloat import CANONICAL_NAN
+from storage_formats.codecs.formats import CANONICAL_NAN, FORMATS
 from storage_formats.errors import UsageError
 
 _FUSED_RECORDS = 1024

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.codecs.base import Blocks, Codec, Records
-from storage_formats.codecs.formats import FORMATS
-from storage_formats.codecs.minifloat import BF16
+from storage_formats.codecs.formats import BF16, FORMATS
 from storage_formats.errors import RemovedPrecisionError, UsageError
 
 __all__ = [

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.arguments import repr_of
-from storage_formats.codecs.formats import Format
-from storage_formats.codecs.minifloat import BF16, CANONICAL_NAN, NAN_CODE
+from storage_formats.codecs.formats import BF16, CANONICAL_NAN, NAN_CODE, Format
 from storage_formats.errors import UsageError
 from storage_formats.threads import run_chunks
 

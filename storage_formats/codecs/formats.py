@@ -7,17 +7,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.codecs.minifloat import (
-    BF16,
-    CANONICAL_NAN,
-    E2M1,
-    E4M3,
-    E8M0_VALUES,
-)
-
+BF16 = np.dtype(ml_dtypes.bfloat16)
+NAN_CODE = 0xFF
+"""A byte that is NaN in E8M0 and in E4M3. Two of these bytes are NaN in bfloat16."""
+CANONICAL_NAN = 0x7FC0
+"""Bits of the bfloat16 that every precision except `bf16` returns for a NaN."""
 NAN_SCALE = 0xFFFF
 """Bits of the bfloat16 scale of a token that contains NaN or infinity. Both bytes equal
 the fill value, so that a record of fill values decodes to NaN.
@@ -96,7 +94,9 @@ class Format:
             rounding, exponent = self.scale_shift
             codes = np.maximum(((bits + rounding) >> 7) - exponent, 0)
         elif self.scale_bytes == 1:
-            codes = E4M3.encode(finite.astype(np.float64) / (E2M1.largest * 2.0**-3))
+            # 6 and 448 are the largest values of E2M1 and E4M3
+            scales = np.minimum(finite.astype(np.float64) / (6 * 2.0**-3), 448)
+            codes = scales.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
             codes = np.maximum(codes, 1)
         else:
             scales = (finite / 127).astype(BF16).astype(np.float32)
@@ -117,8 +117,16 @@ class Format:
         ).reshape(-1)
 
 
+_CODES = np.arange(256, dtype=np.uint8)
+# The value of each code of E4M3 (OCP OFP8 1.0), and of E2M1 and E8M0 (OCP
+# Microscaling Formats (MX) 1.0, sections 5.3 and 5.4).
+_E4M3 = _CODES.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+# the kernels need the NaN without a sign
+_E4M3[NAN_CODE] = np.nan
+_E2M1 = _CODES[:16].view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+_E8M0 = _CODES.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
 _BF16_SCALES = np.empty(0, np.float32)
-_INTEGERS = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)
+_INTEGERS = _CODES.view(np.int8).astype(np.float32)
 _LEVELS = np.array([1, -1, LARGE_LEVEL, -LARGE_LEVEL], np.float32)
 
 FORMATS = {
@@ -131,8 +139,8 @@ FORMATS = {
             "fp8",
             "float8_e4m3fn",
             8,
-            E4M3.values,
-            E8M0_VALUES,
+            _E4M3,
+            _E8M0,
             scale_shift=(0x1F, 8),
         ),
         # The second-level scale of NVFP4 is the constant 1/8, so that a record does not
@@ -141,8 +149,8 @@ FORMATS = {
             "nvfp4",
             "nvfp4_e2m1",
             4,
-            E2M1.values,
-            E4M3.values * np.float32(2.0**-3),
+            _E2M1,
+            _E4M3 * np.float32(2.0**-3),
             group=16,
             token_range=(6 * 2.0**-9 / 8, 6 * 448 / 8),
         ),
@@ -151,8 +159,8 @@ FORMATS = {
             "mxfp4",
             "mxfp4_e2m1",
             4,
-            E2M1.values,
-            E8M0_VALUES,
+            _E2M1,
+            _E8M0,
             group=32,
             scale_shift=(0, 2),
         ),

@@ -4,16 +4,19 @@ codecs.
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.codecs import codec as codec_of
 from storage_formats.codecs.base import BF16, Blocks, Codec, Records
-from storage_formats.codecs.formats import NAN_SCALE
-from storage_formats.codecs.minifloat import CANONICAL_NAN, E2M1, E4M3, NAN_CODE
+from storage_formats.codecs.formats import CANONICAL_NAN, NAN_CODE, NAN_SCALE
 
 # see `fp8` in SPEC.md section 6.1
 LARGEST_INPUT = 15 * 2.0**124
+E4M3 = (ml_dtypes.float8_e4m3fn, 448)
+E2M1 = (ml_dtypes.float4_e2m1fn, 6)
+# type and largest value
 ELEMENTS = {"fp8": E4M3, "nvfp4": E2M1, "mxfp4": E2M1}
 
 
@@ -120,7 +123,7 @@ def _encode_groups(codec: Codec, numbers: NDArray[np.float32]) -> Records:
         np.clip(groups, -LARGEST_INPUT, LARGEST_INPUT)
         / codec.form.scale_values[scales][..., None]
     )
-    codes = ELEMENTS[codec.name].encode(quotients.astype(np.float32))
+    codes = _element_codes(quotients.astype(np.float32), *ELEMENTS[codec.name])
     codes[~finite] = NAN_CODE
     scales[~finite] = NAN_CODE
     codes = codes.reshape(-1, codec.values)
@@ -129,10 +132,17 @@ def _encode_groups(codec: Codec, numbers: NDArray[np.float32]) -> Records:
     return np.concatenate([codes, scales], axis=1)
 
 
+def _element_codes(
+    numbers: NDArray[np.floating], element: type, largest: float
+) -> NDArray[np.uint8]:
+    # ml_dtypes does not saturate
+    return np.clip(numbers, -largest, largest).astype(element).view(np.uint8)
+
+
 def scale_codes(name: str, largest: NDArray[np.float32]) -> NDArray[np.uint8]:
     """Return the scale code of each group from its largest magnitude."""
     if name == "nvfp4":
-        scales = E4M3.encode(largest.astype(np.float64) / (6 * 2.0**-3))
+        scales = _element_codes(largest.astype(np.float64) / (6 * 2.0**-3), *E4M3)
         return np.maximum(scales, np.uint8(1))
     fraction, exponents = np.frexp(largest.astype(np.float64))
     if name == "mxfp4":

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from storage_formats import codec
-from storage_formats.codecs.minifloat import E2M1, E4M3, E8M0_VALUES, MiniFloat
 
 BF16 = ml_dtypes.bfloat16
 
@@ -25,35 +24,6 @@ def tokens() -> np.ndarray:
     numbers[1] = 448
     numbers[2:20, :, ::57] *= 50
     return numbers.astype(BF16)
-
-
-def finite_numbers() -> np.ndarray:
-    numbers = np.arange(0x10000, dtype=np.uint16).view(BF16).astype(np.float32)
-    return numbers[np.isfinite(numbers)]
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [(E4M3, ml_dtypes.float8_e4m3fn), (E2M1, ml_dtypes.float4_e2m1fn)],
-    ids=["E4M3", "E2M1"],
-)
-def test_minifloats_equal_ml_dtypes(ours: MiniFloat, theirs):
-    codes = np.arange(len(ours.values), dtype=np.uint8)
-    np.testing.assert_array_equal(ours.values, codes.view(theirs).astype(np.float32))
-    assert (
-        np.signbit(ours.values) == np.signbit(codes.view(theirs).astype(np.float32))
-    )[~np.isnan(ours.values)].all()
-    numbers = finite_numbers()
-    # ml_dtypes does not saturate
-    within = np.clip(numbers, -ours.largest, ours.largest)
-    assert (ours.encode(numbers) == within.astype(theirs).view(np.uint8)).all()
-    middles = (ours.magnitudes[1:] + ours.magnitudes[:-1]) / 2
-    assert (ours.encode(middles) == middles.astype(theirs).view(np.uint8)).all()
-
-
-def test_e8m0_equals_ml_dtypes():
-    codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu)
-    np.testing.assert_array_equal(E8M0_VALUES, codes.astype(np.float32))
 
 
 def test_fp8_equals_the_casts_of_ml_dtypes_and_torch_under_its_scale():
