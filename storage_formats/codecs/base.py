@@ -5,7 +5,6 @@ work between threads.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,10 +28,6 @@ Bytes: TypeAlias = NDArray[np.uint8]
 Moves: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
 """(offsets, blocks): the record at byte `offsets[i]` is decoded to block
 `blocks[i]`. Both are int64 [k].
-"""
-Scorer: TypeAlias = Callable[[Bytes, NDArray[np.int64], NDArray[np.float32]], None]
-"""Function (memory, offsets, scores) that writes the MaxSim of a query and the record
-at each byte offset to `scores`.
 """
 Span: TypeAlias = tuple[int, int]
 """(start, stop), a half-open range of items."""
@@ -156,45 +151,6 @@ class Codec:
         decode = decoder(self.form, self.offset is not None)
         sizes = (self.values, self.block_shape[1])
         decode(memory, moves, self._added, bits, sizes, span)
-
-    def scorer(self, query: NDArray[np.float32]) -> Scorer | None:
-        """Return a function that scores records with the vectors `query` [q, d] without
-        decoding the records. Return None if the records must be decoded first.
-        """
-        m, d = self.block_shape
-        # The kernel processes 64 signs at a time. With fewer than 256 values, rounding
-        # the query would change a score by over 0.1 %.
-        if self.form.code_bits != 1 or d % 64 or d < 256:
-            return None
-        # Each query vector is rounded to integers of nine bits, -255 to 255, times a
-        # step. The step of a vector of zeros is arbitrary.
-        largest = np.abs(query).max(axis=1)
-        steps = np.where(largest > 0, largest, 1).astype(np.float32) / np.float32(255)
-        numbers = np.rint(query / steps[:, None]).astype(np.int16)
-        # `bits[i, j]` contains bit j, in two's complement, of each integer of vector i
-        bits = numbers[:, None] >> np.arange(9, dtype=np.int16)[:, None] & 1
-        planes = np.packbits(bits.astype(np.uint8), axis=2, bitorder="little")
-        biases = np.zeros((len(query), m), np.float32)
-        if self.offset is not None:
-            # `einsum` uses no threads. The operator `@` would start the threads of
-            # BLAS, which takes longer than the product.
-            biases = np.einsum("qd,md->qm", query, self.offset)
-        arguments = (
-            np.ascontiguousarray(planes.view(np.uint64).transpose(0, 2, 1)).reshape(-1),
-            numbers.sum(axis=1, dtype=np.float32),
-            steps,
-            biases.reshape(-1),
-        )
-
-        from storage_formats.codecs.kernels import max_sim_of_signs
-
-        def score(
-            memory: Bytes, offsets: NDArray[np.int64], scores: NDArray[np.float32]
-        ) -> None:
-            sizes = (m, d, len(query))
-            max_sim_of_signs(memory, offsets, *arguments, scores, sizes)
-
-        return score
 
     def residuals(self, blocks: Blocks, out: Blocks | None = None) -> Blocks:
         """Return `blocks` [k, m, d] minus the offset, rounded to bfloat16, in `out` or

@@ -123,24 +123,6 @@ that it can vectorise them.
 """
 
 
-unordered: Callable[[Callable[..., Any]], Callable[..., Any]] = functools.partial(
-    _njit, fastmath={"nnan", "nsz"}
-)
-"""Compiles a helper as `inlined` does, but LLVM may assume that no number is NaN and
-that 0.0 and -0.0 are the same, so that it can vectorise comparisons.
-"""
-
-
-def _count_ones(_: Any, word: Any) -> Any:
-    return types.uint64(
-        types.uint64
-    ), lambda context, builder, signature, arguments: builder.ctpop(arguments[0])
-
-
-count_ones: Any = intrinsic(_count_ones)
-"""Returns the number of bits of a uint64 that are 1."""
-
-
 def _prefer_wide_vectors(_: Any) -> Any:
     def generate(context: Any, builder: Any, *_: object) -> Any:
         # `add` of llvmlite (0.50) refuses attributes with values, so this line calls

@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 
 from storage_formats.codecs.formats import LARGE_LEVEL, Format
 from storage_formats.codecs.kernel_compiler import (
-    count_ones,
     fused,
     inlined,
     input_array,
@@ -37,13 +36,11 @@ from storage_formats.codecs.kernel_compiler import (
     prefer_wide_vectors,
     summing,
     types,
-    unordered,
     with_default_modes,
 )
 
 U8: TypeAlias = NDArray[np.uint8]
 U16: TypeAlias = NDArray[np.uint16]
-U64: TypeAlias = NDArray[np.uint64]
 F32: TypeAlias = NDArray[np.float32]
 Moves: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
 Index: TypeAlias = np.uint64
@@ -793,94 +790,4 @@ def max_sim(
         score = np.float32(0)
         for row in range(vectors):
             score += best[row]
-        scores[block] = score
-
-
-@unordered
-def _largest(numbers: F32) -> Any:
-    largest = np.float32(-np.inf)
-    for number in numbers:
-        largest = number if number > largest else largest
-    return largest
-
-
-@inlined
-def _sum_of_negative(word: int, planes: U64, first: Index) -> Any:
-    """Return the sum of those of 64 integers whose bit in `word` is 1.
-
-    The integers have 9 bits in two's complement. Plane j, `planes[first + j]`, contains
-    bit j of each integer. Bit 8 has the weight -256.
-    """
-    total = -(np.int64(count_ones(word & planes[first + EIGHT])) << 8)
-    for j in range(8):
-        total += np.int64(count_ones(word & planes[first + np.uint64(j)])) << j
-    return total
-
-
-@kernel(
-    input_array(types.uint8),
-    types.Array(types.int64, 1, "C", readonly=True),
-    input_array(types.uint64),
-    input_array(types.float32),
-    input_array(types.float32),
-    input_array(types.float32),
-    output_array(types.float32),
-    _TRIPLE,
-)
-def max_sim_of_signs(
-    records: U8,
-    offsets: NDArray[np.int64],
-    planes: U64,
-    sums: F32,
-    steps: F32,
-    biases: F32,
-    scores: F32,
-    sizes: Triple,
-) -> None:
-    """Write the MaxSim of a query and each record of sign bits to `scores`. The values
-    of the query are rounded to integers of 9 bits.
-
-    Args:
-        offsets: byte offset of each record in `records`, int64 [k].
-        planes: bits of the query's integers, [q * d / 64 * 9], see `_sum_of_negative`.
-        sums: sum of the integers of each query vector, [q].
-        steps: value of the integer 1 in each query vector, [q].
-        biases: dot product of each query vector and each token of the offset, [q * m].
-        sizes: (tokens per block, values per token, number of query vectors)
-    """
-    tokens, width, vectors = sizes
-    words = width // np.uint64(64)
-    signs = np.empty(words * tokens, dtype=np.uint64)
-    scales = np.empty(tokens, dtype=np.float32)
-    negative = np.empty(tokens, dtype=np.int64)
-    products = np.empty(tokens, dtype=np.float32)
-    for block in range(len(offsets)):
-        at = np.uint64(offsets[block])
-        for token in range(tokens):
-            for word in range(words):
-                low = np.uint64(_read_long(records, at))
-                high = np.uint64(_read_long(records, at + FOUR))
-                signs[word * tokens + token] = low | (high << np.uint64(32))
-                at += EIGHT
-        for token in range(tokens):
-            scales[token] = _bf16(_read_word(records, at + TWO * token))
-        score = np.float32(0)
-        for vector in range(vectors):
-            negative[:] = 0
-            for word in range(words):
-                first = (vector * words + word) * (EIGHT + ONE)
-                for token in range(tokens):
-                    negative[token] += _sum_of_negative(
-                        signs[word * tokens + token], planes, first
-                    )
-            # The product with signs is the sum of all integers minus twice the sum of
-            # the integers with a negative sign.
-            for token in range(tokens):
-                product = sums[vector] - np.float32(negative[token] << 1)
-                product *= steps[vector] * scales[token]
-                products[token] = product + biases[vector * tokens + token]
-            score += _largest(products)
-        for token in range(tokens):
-            # the score becomes NaN if a scale is NaN
-            score += np.float32(0) * scales[token]
         scores[block] = score

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,14 +116,27 @@ class ScoreSink:
     def write(
         self, sources: Ints, out_indices: Ints, *, sums: bool = False
     ) -> Checksums | None:
-        scores = np.empty(len(sources), np.float32)
-        self._score(offset_of(sources), scores)
+        from storage_formats.codecs.kernels import max_sim
+
+        m, d = self.codec.block_shape
+        count = len(sources)
+        # a bf16 record is the block, so it is scored where it lies
+        words = ADDRESS_SPACE.view(np.uint16)
+        starts = offset_of(sources) // 2
+        buffer = None
+        if self.codec.has_offset:
+            buffer = _buffers.borrow(count * 2 * m * d)
+            words = buffer.view(np.uint16)
+            order = np.arange(count)
+            starts = order * (m * d)
+            moves = (offset_of(sources), order)
+            self.codec.decode_at(ADDRESS_SPACE, moves, words, (0, count))
+        scores = np.empty(count, np.float32)
+        max_sim(words, starts, self._padded_query, scores, (m, d, len(self.query)))
+        if buffer is not None:
+            _buffers.give_back(buffer)
         self.scores[out_indices] = scores
         return None
-
-    @functools.cached_property
-    def _record_scorer(self) -> Any:
-        return self.codec.scorer(self.query)
 
     @functools.cached_property
     def _padded_query(self) -> NDArray[np.float32]:
@@ -133,23 +146,3 @@ class ScoreSink:
         padded = np.zeros((count + -count % 4, width), dtype=np.float32)
         padded[:count] = self.query
         return padded.reshape(-1)
-
-    def _score(self, offsets: Ints, scores: NDArray[np.float32]) -> None:
-        if self._record_scorer is not None:
-            self._record_scorer(ADDRESS_SPACE, offsets, scores)
-            return
-        from storage_formats.codecs.kernels import max_sim
-
-        m, d = self.codec.block_shape
-        shape = (m, d, len(self.query))
-        if not self.codec.has_offset:
-            # a bf16 record is the block, so it is scored where it lies
-            words = ADDRESS_SPACE.view(np.uint16)
-            max_sim(words, offsets // 2, self._padded_query, scores, shape)
-            return
-        buffer = _buffers.borrow(len(scores) * 2 * m * d)
-        words = buffer.view(np.uint16)
-        order = np.arange(len(scores))
-        self.codec.decode_at(ADDRESS_SPACE, (offsets, order), words, (0, len(scores)))
-        max_sim(words, order * (m * d), self._padded_query, scores, shape)
-        _buffers.give_back(buffer)

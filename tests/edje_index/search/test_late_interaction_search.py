@@ -5,12 +5,10 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from edje_index.search.late_interaction_search import LateInteractionSearch, max_sim
 from pipelines.jobs.ann import add_ann
-from storage_formats import IndexWriter, TokenStore, codec, verify_index
+from storage_formats import IndexWriter, TokenStore, verify_index
 from storage_formats.codecs import kernels
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec
@@ -88,55 +86,6 @@ def test_blocks_of_any_shape_with_extreme_values(m, d, q):
             scores, max_sim(query[:q], blocks), rtol=1e-5, atol=1e-5
         )
     assert np.isnan(scores[5])
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    m=st.integers(1, 9),
-    words=st.integers(4, 6),
-    vectors=st.integers(1, 12),
-    has_offset=st.booleans(),
-    seed=st.integers(0, 1000),
-)
-def test_sign_bits_are_scored_like_decoded_blocks(m, words, vectors, has_offset, seed):
-    rng = np.random.default_rng(seed)
-    shape = (m, 64 * words)
-    offset = rng.standard_normal(shape, dtype=np.float32) if has_offset else None
-    entry = codec("sign1", shape, offset)
-    blocks = rng.standard_normal((20, *shape)).astype(ml_dtypes.bfloat16)
-    blocks[3, -1, 5] = np.nan
-    records = entry.encode(blocks)
-    query = rng.standard_normal((vectors, shape[1]), dtype=np.float32)
-    # vectors of different lengths
-    query *= np.exp2(rng.integers(-4, 5, vectors))[:, None].astype(np.float32)
-    query[0] *= seed % 2
-    scores = np.empty(20, np.float32)
-    offsets = np.arange(20) * entry.record_bytes
-    entry.scorer(query)(records.reshape(-1), offsets, scores)
-    decoded = entry.decode(records).astype(np.float32)
-    expected = max_sim(query, decoded)
-    assert np.flatnonzero(np.isnan(scores)).tolist() == [3]
-    lengths = np.nan_to_num(np.linalg.norm(decoded, axis=2)).max(axis=1)
-    # of the largest score that such lengths allow
-    limit = 1e-3 * np.linalg.norm(query, axis=1).sum() * lengths + 1e-30
-    kept = np.arange(20) != 3
-    assert (np.abs(scores - expected)[kept] <= limit[kept]).all()
-
-
-def test_a_search_reads_sign_bits_and_decodes_narrow_tokens(tmp_path):
-    rng = np.random.default_rng(2)
-    for width in (256, 64):
-        root = tmp_path / str(width)
-        spec = IndexSpec(40, 16, (4, width), 8, precisions=("sign1",))
-        write_random_index(root, spec, failed=frozenset({5}))
-        query = rng.standard_normal((3, width), dtype=np.float32)
-        store = TokenStore.open(root, "sign1")
-        expected = max_sim(query, store.fetch(range(40)))
-        scores = LateInteractionSearch.open(root).scores(query, range(40))
-        np.testing.assert_allclose(scores, expected, rtol=0, atol=0.3)
-        assert np.flatnonzero(np.isnan(scores)).tolist() == [5]
-        exact = width == 64
-        assert np.allclose(scores, expected, rtol=1e-5, equal_nan=True) == exact
 
 
 def test_candidates_come_from_the_embeddings(written):
