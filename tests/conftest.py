@@ -303,6 +303,11 @@ def rows_path(root: Path, row_id: int = 0) -> Path:
     return root / files[-1].path
 
 
+def ann_path(root: Path) -> Path:
+    """Return the path of the first FAISS file."""
+    return root / Manifest.load(root).ann_files[0].path
+
+
 def problems_and_counts(root: Path) -> list[object]:
     """Return the problems of an index, and the names of the source columns with another
     number of values than `index.json` lists.

@@ -95,7 +95,6 @@ def build_ann(
     place: Place,
     spec: IndexSpec,
     *,
-    replace_file: bool = True,
     request: AnnRequest = AnnRequest(),
     on_progress: OnProgress | None = None,
 ) -> Ann:
@@ -105,10 +104,6 @@ def build_ann(
     The recall is measured by comparison with exact search. The description contains the
     number of inverted lists that a search must read to reach `request.recall`. If there
     are too few vectors to train the requested kind, the FAISS index is flat.
-
-    Args:
-        replace_file: True to write, or overwrite, `ann/index.faiss`. False to write a
-            file with a new name.
 
     Raises:
         UsageError: `request` is invalid, or the FAISS index needs more memory than
@@ -131,7 +126,7 @@ def build_ann(
     if count_lists(index):
         # An append needs the centroids but no vectors, so a second, small file contains
         # only the centroids.
-        files.append(_write(place, index, None))
+        files.append(_write(place, index))
     _fill(index, embeddings, on_progress)
     measured: dict[str, Any] = {}
     if lists := count_lists(index):
@@ -141,17 +136,11 @@ def build_ann(
         }
     else:
         kind = AnnKind()
-    file: Any = _write(
-        place, index, place.ann_index if replace_file else None, embeddings
-    )
-    vectors = file["vectors"]
-    if replace_file and not lists:
-        # the entry of this file has no number of vectors, as in format version 1.0
-        del file["vectors"]
+    file = _write(place, index, embeddings)
     ann: dict[str, Any] = {
         "kind": kind.name,
         "metric": "inner-product",
-        "vectors": vectors,
+        "vectors": file["vectors"],
         "files": [file, *files],
         **measured,
     }
@@ -202,7 +191,7 @@ def extend_ann(
             if count_lists(part) == count_lists(index):
                 index.merge_from(part, 0)
                 joined.append(file)
-    new: Any = _write(place, index, None, embeddings)
+    new: Any = _write(place, index, embeddings)
     samples = [*joined, {**new, "vectors": added}]
     if all("similarity" in each for each in samples):
         total = sum(each["vectors"] * each["similarity"] for each in samples)
@@ -232,7 +221,7 @@ def ann_without_rows(
         file: Any = {"vectors": ann["vectors"], **described}
         part = open_part(index.root, index.manifest.spec, file)
         if part.remove_ids(np.array(row_ids, dtype=np.int64)):
-            file = {**file, **_write(place, part, None)}
+            file = {**file, **_write(place, part)}
         files.append(file)
     return (
         {**ann, "vectors": sum(file["vectors"] for file in files), "files": files}
@@ -465,22 +454,19 @@ def held_out(
 def _write(
     place: Place,
     index: FaissIndex,
-    path: Path | None,
     embeddings: IndexedEmbeddings | None = None,
 ) -> dict[str, Any]:
-    """Write a FAISS index to `path`, and return the entry of the file for the manifest.
+    """Write a FAISS index to a file that is named after its checksum, and return the
+    entry of the file for the manifest.
 
-    If `path` is None, the file is named after its checksum. If the FAISS index has
-    inverted lists and `embeddings` is given, the entry contains the mean inner product
-    of a sample of the embeddings and their nearest centroids.
+    If the FAISS index has inverted lists and `embeddings` is given, the entry contains
+    the mean inner product of a sample of the embeddings and their nearest centroids.
     """
-    temporary = private_path(place.ann_index, place.staging)
+    temporary = private_path(place.ann / "index.faiss", place.staging)
     try:
         write_part(index, temporary)
         length, crc = crc32c_file(temporary)
-        if path is None:
-            path = place.ann_part(crc)
-        file = FileEntry(place.relative(path), length, crc)
+        file = FileEntry(place.relative(place.ann_part(crc)), length, crc)
         place.put([(temporary, file)])
     finally:
         temporary.unlink(missing_ok=True)

@@ -4,7 +4,6 @@ other jobs make.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 from edje_index.indexing.ann_kind import AnnKind
@@ -21,10 +20,8 @@ from pipelines.progress.events import (
     never,
     progress_callback,
 )
-from storage_formats.errors import CorruptIndexError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.committed_files import CommittedFiles
-from storage_formats.format.file_check import check_file
 from storage_formats.format.layout import EMBEDDING_FILE, IndexSpec
 from storage_formats.format.manifest import (
     Ann,
@@ -75,19 +72,13 @@ def new_ann(
     spec: IndexSpec,
     request: AnnRequest,
     on_event: OnEvent,
-    *,
-    replace_file: bool = True,
 ) -> Ann:
     """Build a nearest-neighbour index, see `build_ann`. Return its description for the
     manifest.
     """
     on_event(StatusMessage("building the nearest-neighbour index"))
     return build_ann(
-        place,
-        spec,
-        replace_file=replace_file,
-        request=request,
-        on_progress=progress_callback(on_event),
+        place, spec, request=request, on_progress=progress_callback(on_event)
     )
 
 
@@ -100,24 +91,9 @@ def rebuilt_ann(
     """Build a new nearest-neighbour index of `index`. Return its description for the
     manifest.
     """
-    manifest = index.manifest
-    layout = index.layout
-    # Overwrite the file `ann/index.faiss` only if no reader needs it. Readers of the
-    # current snapshot need it until the commit, readers of earlier snapshots for
-    # longer. With a single snapshot, nobody needs a file that is damaged or that the
-    # manifest does not name.
-    in_use = bool(manifest.snapshot.number)
-    if not in_use:
-        committed = {file.path: file for file in manifest.ann_files}.get(
-            layout.relative(layout.ann_index)
-        )
-        if committed is not None:
-            with contextlib.suppress(CorruptIndexError):
-                index.fetch([committed])
-                in_use = check_file(index.root, committed) is None
-    numbers = list(manifest.spec.shard_numbers())
+    numbers = list(index.spec.shard_numbers())
     index.fetch(CommittedFiles(index, EMBEDDING_FILE).files(numbers).values())
-    return new_ann(place, manifest.spec, request, on_event, replace_file=not in_use)
+    return new_ann(place, index.spec, request, on_event)
 
 
 def build_copied_ann(
@@ -142,27 +118,11 @@ def build_copied_ann(
     if not searchable:
         return origins[0].ann
     requests = [AnnRequest.like(manifest.ann) for manifest in searchable]
-    kind, *others = sorted({request.ann for request in requests})
-    if others:
-        kinds = ", ".join([kind, *others])
-        on_event(
-            StatusMessage(
-                f"nearest-neighbour indexes of different kinds ({kinds}); the new one"
-                " has the default kind"
-            )
-        )
+    kind, *others = {request.ann for request in requests}
     if others or all(
         AnnKind.choose(manifest.spec.used_rows, manifest.spec.embed_dim).factory == kind
         for manifest in searchable
     ):
         kind = "auto"
     request = AnnRequest(kind, max(request.recall for request in requests))
-    ann = new_ann(place, spec, request, on_event)
-    if kind not in ("auto", ann.get("factory", "Flat")):
-        on_event(
-            StatusMessage(
-                f"there are too few rows for a nearest-neighbour index {kind}; it is"
-                " Flat now"
-            )
-        )
-    return ann
+    return new_ann(place, spec, request, on_event)

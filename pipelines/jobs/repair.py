@@ -68,10 +68,11 @@ class RepairResult:
     Examples:
         >>> from pathlib import Path
         >>> from edje_index import repair_index
-        >>> Path("photos.edje/ann/index.faiss").unlink()
+        >>> (file,) = Path("photos.edje/ann").glob("*.faiss")
+        >>> file.unlink()
         >>> result = repair_index("photos.edje")
-        >>> [(file.path, file.source) for file in result.repaired], result.left
-        ([('ann/index.faiss', 'the embeddings')], ())
+        >>> [file.source for file in result.repaired], result.left
+        (['the embeddings'], ())
     """
 
     repaired: tuple[RepairedFile, ...]
@@ -206,9 +207,7 @@ def _restore_ann(
             continue
         # Abandoning the change removes the damaged files at the end.
         change.abandon()
-        ann = new_ann(
-            change.layout, manifest.spec, request, on_event, replace_file=False
-        )
+        ann = new_ann(change.layout, manifest.spec, request, on_event)
         change.layout.write(
             change.layout.snapshot(manifest.snapshot.number),
             json_bytes(replace(manifest, ann=ann).to_json()),

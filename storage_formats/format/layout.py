@@ -266,7 +266,6 @@ class Layout:
     embeddings = _Below("embeddings")
     rows = _Below("rows")
     ann = _Below("ann")
-    ann_index = _Below("ann/index.faiss")
     build = _Below("build")
     journal = _Below("build/journal.json")
     claim = _Below("build/claim.json")

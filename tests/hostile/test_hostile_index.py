@@ -28,7 +28,7 @@ from storage_formats.format.manifest import Manifest
 from storage_formats.format.places import Directory
 from storage_formats.format.rows import ROW_SCHEMA
 from storage_formats.format.shard_table import read_shard_table, write_shard_table
-from tests.conftest import REPO, rows_path, write_random_index
+from tests.conftest import REPO, ann_path, rows_path, write_random_index
 
 SPEC = IndexSpec(rows=40, shard_size=32, block_shape=(2, 4), embed_dim=12)
 
@@ -118,7 +118,7 @@ FILES: dict[str, tuple[Callable[[Layout], Path], str]] = {
     "tokens": (lambda layout: layout.token_shard("bf16", 0), "fetch"),
     "embeddings": (lambda layout: layout.embedding_shard(0), "embeddings"),
     "rows": (lambda layout: rows_path(layout.root), "rows"),
-    "ann": (lambda layout: layout.ann_index, "ann"),
+    "ann": (lambda layout: ann_path(layout.root), "ann"),
 }
 
 

@@ -18,7 +18,7 @@ import pytest
 from pipelines import quantize_index
 from storage_formats.format.places import Directory
 from storage_formats.format.rows import read_rows
-from tests.conftest import REPO, rows_path
+from tests.conftest import REPO, ann_path, rows_path
 from tests.pipelines.conftest import (
     INLINE,
     run_build,
@@ -136,7 +136,7 @@ def test_a_missing_or_shortened_file_of_a_finished_index_is_reported(run, build,
     ), err
     for name in (
         "checksums/bf16/00000000.crc32c",
-        "ann/index.faiss",
+        f"ann/{ann_path(index).name}",
         "tokens/bf16/zarr.json",
     ):
         (index / name).rename(index / "kept")

@@ -41,7 +41,7 @@ from storage_formats.format.shard_table import (
 )
 from storage_formats.remote.objects import ObjectFolder
 from storage_formats.writing.index_copy import begin_remote_copy
-from tests.conftest import rows_path
+from tests.conftest import ann_path, rows_path
 from tests.edje_index.search.indexes import build_photos
 from tests.pipelines.test_copy import check_equal, contents
 
@@ -249,7 +249,7 @@ DAMAGES = {
     "checksums/fp8/00000001.crc32c": lambda data: flipped(data, 3),
     "embeddings/c.1.0": lambda data: flipped(data, 9),
     "rows": lambda data: data[: len(data) // 2],
-    "ann/index.faiss": lambda data: flipped(data, len(data) - 1),
+    "ann": lambda data: flipped(data, len(data) - 1),
     "ann/index-12345678.faiss": lambda data: b"stray",
 }
 
@@ -269,8 +269,11 @@ def local(index):
 def test_damage_gives_the_same_problems_as_on_disk(local, tmp_path, run):
     sound = tmp_path / "sound"
     shutil.copytree(local, sound)
-    rows = rows_path(local).relative_to(local).as_posix()
-    damages = {rows if key == "rows" else key: each for key, each in DAMAGES.items()}
+    paths = {"rows": rows_path(local), "ann": ann_path(local)}
+    damages = {
+        str(paths[key].relative_to(local)) if key in paths else key: each
+        for key, each in DAMAGES.items()
+    }
     for keys in ([], *([key] for key in damages), list(damages)):
         for key in keys:
             path = local / key

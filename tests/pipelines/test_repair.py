@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from edje_index import add_ann
+from edje_index.indexing.faiss_build import AnnRequest
 from edje_index.indexing.faiss_index import AnnIndex
 from pipelines import delete_rows, quantize_index, repair_index
 from pipelines.jobs.snapshots import roll_back
 from storage_formats import IndexSpec, verify_index
 from storage_formats.format.manifest import CommittedIndex
-from tests.conftest import rows_path, write_random_index
+from tests.conftest import ann_path, rows_path, write_random_index
 
 SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(2, 32), embed_dim=4)
 
@@ -64,10 +65,12 @@ def harm(path: Path, how: str) -> None:
         ("tokens/mxfp4/c.2.0", "precision bf16"),
         ("checksums/bf16/00000000.crc32c", "the tokens"),
         ("tokens/bf16/zarr.json", "index.json"),
-        ("ann/index.faiss", "the embeddings"),
+        ("ann", "the embeddings"),
     ],
 )
 def test_a_file_that_others_determine_gets_its_bytes_back(index, path, source, how):
+    if path == "ann":
+        path = ann_path(index).relative_to(index).as_posix()
     before = contents(index)
     harm(index / path, how)
     result = repair_index(index)
@@ -91,13 +94,14 @@ def test_what_cannot_be_repaired_is_named(index, run, path):
         path = rows_path(index).relative_to(index).as_posix()
     harm(index / path, "flipped")
     harm(index / "tokens/fp8/c.1.0", "missing")
-    harm(index / "ann/index.faiss", "missing")
+    ann = ann_path(index)
+    harm(ann, "missing")
     code, out, err = run("repair", index)
     assert code == 1
     assert f"{path}: " in err
     assert "tokens/fp8/c.1.0: repaired from precision bf16" in out
     # Damaged embeddings must not become a new nearest-neighbour index.
-    assert ("ann/index.faiss: repaired" in out) == path.startswith("rows")
+    assert (f"ann/{ann.name}: repaired" in out) == path.startswith("rows")
 
 
 def test_a_sound_index_stays_as_it_is(index, run):
@@ -116,15 +120,16 @@ def test_an_earlier_snapshot_is_repaired_too(index):
 
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_the_neighbours_of_an_earlier_snapshot_are_found_again(index, is_shared):
+    ann = ann_path(index)
     delete_rows(index, rows=[12])
     if not is_shared:
-        add_ann(index)
-    harm(index / "ann/index.faiss", "flipped")
+        # The new file has inverted lists, and another name.
+        add_ann(index, AnnRequest("IVF2,Flat"))
+    harm(ann, "flipped")
     result = repair_index(index)
-    assert [file.path for file in result.repaired] == ["ann/index.faiss"]
+    assert [file.path for file in result.repaired] == [f"ann/{ann.name}"]
     assert result.left == ()
     assert verify_index(index) == []
-    assert not (index / "ann/index.faiss").exists()
     assert len(AnnIndex(CommittedIndex.open(index, 0))) == 19
     roll_back(index, 0)
 

@@ -20,7 +20,7 @@ from storage_formats.format.layout import IndexSpec, Segment
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.places import Directory
 from storage_formats.reading.embeddings import IndexedEmbeddings, read_embeddings
-from tests.conftest import write_random_index
+from tests.conftest import ann_path, write_random_index
 
 SPEC = IndexSpec(rows=600, shard_size=128, block_shape=(1, 2), embed_dim=16)
 CODES = AnnRequest("IVF10,PQ8x4fs", recall=0.9)
@@ -277,7 +277,7 @@ def test_many_small_appends_leave_few_files(root, factory):
 
 def test_an_append_reads_no_vectors_of_the_build(root):
     add_ann(root, CODES)
-    (root / "ann" / "index.faiss").unlink()
+    ann_path(root).unlink()
     appended(root, clustered(3, 77, 0))
 
 
@@ -293,6 +293,7 @@ def test_the_existing_file_stays_until_the_new_one_is_committed(
     root, monkeypatch, is_killed
 ):
     add_ann(root)
+    existing = ann_path(root)
     if is_killed:
         monkeypatch.setattr(
             Manifest, "write", lambda *_: pytest.fail("killed before the commit")
@@ -306,7 +307,7 @@ def test_the_existing_file_stays_until_the_new_one_is_committed(
             problem for problem in verify_index(root) if problem.kind == "stray-file"
         ] == []
     assert len(AnnIndex(CommittedIndex.open(root))) == 598
-    assert (root / "ann" / "index.faiss").exists()
+    assert existing.exists()
 
 
 def test_a_repair_keeps_the_kind_and_the_recall(root):
@@ -314,7 +315,7 @@ def test_a_repair_keeps_the_kind_and_the_recall(root):
     assert Manifest.load(root).ann["probes"] == 10
     paths = [path for path in root.rglob("*") if path.is_file()]
     before = {path: path.read_bytes() for path in paths}
-    (root / "ann" / "index.faiss").write_bytes(b"damaged")
+    ann_path(root).write_bytes(b"damaged")
     assert repair_index(root).left == ()
     assert {path: path.read_bytes() for path in paths} == before
 

@@ -19,7 +19,7 @@ from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.places import Directory
 from storage_formats.reading.embeddings import read_embeddings
-from tests.conftest import write_random_index
+from tests.conftest import ann_path, write_random_index
 
 SPEC = IndexSpec(rows=300, shard_size=64, block_shape=(2, 4), embed_dim=12)
 HOLES = frozenset({0, 70, 299})
@@ -89,7 +89,7 @@ def test_nearest_rows_are_those_of_a_flat_search(root, factory):
     ],
 )
 def test_a_damaged_or_missing_file_is_one_clear_error(own_root, content, message):
-    path = own_root / "ann" / "index.faiss"
+    path = ann_path(own_root)
     data = content(path.stat().st_size) if content is bytes else content
     path.unlink()
     if data is not None:
@@ -105,8 +105,8 @@ def commit(root: Path, index: faiss.Index) -> None:
     """
     layout = Directory(root)
     manifest = Manifest.load(root)
-    faiss.write_index(index, str(layout.ann_index))
-    files = [FileEntry.of(layout, layout.ann_index).to_json()]
+    faiss.write_index(index, str(layout.ann / "index.faiss"))
+    files = [FileEntry.of(layout, layout.ann / "index.faiss").to_json()]
     replace(manifest, ann={**manifest.ann, "files": files}).write(layout)
 
 
