@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import pickle
 import sqlite3
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from pipelines.jobs.plan import (
     recorded_sources,
     settings_of,
 )
-from pipelines.jobs.snapshots import NewValues, is_value
+from pipelines.jobs.snapshots import NewValues
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted
 from pipelines.sources import (
@@ -93,9 +92,8 @@ class SourceChanges:
         changed: positions in `refs` of the inputs that had a row already, except
             retried inputs. The content of the input differs from that of the row, or
             the row is a duplicate whose original is not kept.
-        retried: positions in `refs` of the inputs whose old rows failed or are
-            duplicates of the same content, by the ids of these rows. The new rows keep
-            the column values that users set in the old rows.
+        retried: number of `refs` whose old rows failed or are duplicates of the same
+            content. The new rows keep the column values that users set in the old rows.
         source_values: for each position in `refs` whose row keeps such values, the text
             for its column `SOURCE_VALUES`.
         moved: new names of kept rows, by row id: their inputs have vanished, but other
@@ -105,11 +103,11 @@ class SourceChanges:
             of inputs that get a new row or are duplicates.
         stay_deleted: number of inputs that get no row, because a user deleted their
             row.
-        values: column values to change in unchanged rows, in parts. They can be read
-            only once.
+        values: column values that the sources gave to kept rows, in parts. They can be
+            read only once.
     """
 
-    refs: Sequence[InputRef] | StoredRefs
+    refs: Sequence[InputRef]
     digest: str
     inputs: int
     duplicates: int
@@ -118,7 +116,7 @@ class SourceChanges:
     failed: Mapping[str, int] = field(default_factory=dict)
     replaced: int = 0
     changed: Sequence[int] = ()
-    retried: Mapping[int, int] = field(default_factory=dict)
+    retried: int = 0
     source_values: Mapping[int, str | None] = field(default_factory=dict)
     moved: Mapping[int, str] = field(default_factory=dict)
     vanished: int = 0
@@ -147,12 +145,6 @@ _SCHEMA = """CREATE TABLE rows(
     row_id INTEGER PRIMARY KEY, name BLOB, hash BLOB, failed_for TEXT,
     duplicate_of INTEGER, metadata BLOB, state INTEGER
 );
-CREATE TABLE pending(
-    position INTEGER PRIMARY KEY, ref BLOB, problem TEXT, row_id INTEGER,
-    is_new INTEGER, name BLOB
-);
-CREATE TABLE new(hash BLOB PRIMARY KEY) WITHOUT ROWID;
-CREATE TABLE given(row_id INTEGER PRIMARY KEY, value BLOB);
 """
 _HAS_TOKENS = "failed_for IS NULL AND duplicate_of IS NULL"
 # Selects the first free row with the name of an input. If `any_content` is false, the
@@ -160,18 +152,16 @@ _HAS_TOKENS = "failed_for IS NULL AND duplicate_of IS NULL"
 # unknown, the row must have failed for the problem of the input. A row that failed for
 # changed-since-plan or original-deleted never matches by its hash, because encoding the
 # same content again may succeed.
-_FIND = """SELECT row_id, hash, failed_for, duplicate_of, metadata FROM rows
+_FIND = """SELECT row_id, name, hash, failed_for, duplicate_of, metadata FROM rows
 WHERE name = :name AND state = 0 AND (:any_content OR CASE
     WHEN hash IS NULL OR :hash IS NULL THEN failed_for = :problem
     ELSE hash = :hash AND coalesce(failed_for, '')
         NOT IN ('changed-since-plan', 'original-deleted')
 END) ORDER BY row_id LIMIT 1
 """
-# Selects the first free row with tokens and with the content hash of an input. A row
-# whose own input is listed, but cannot be read, was not moved.
-_FIND_MOVED = f"""SELECT row_id, hash, failed_for, duplicate_of, metadata FROM rows
-WHERE hash = ? AND state = {_FREE} AND {_HAS_TOKENS} AND name NOT IN
-    (SELECT name FROM pending WHERE problem IS NOT NULL) ORDER BY row_id LIMIT 1
+# Selects the free rows with tokens and with the content hash of an input.
+_FIND_MOVED = f"""SELECT row_id, name, hash, failed_for, duplicate_of, metadata
+FROM rows WHERE hash = ? AND state = {_FREE} AND {_HAS_TOKENS} ORDER BY row_id
 """
 
 
@@ -179,6 +169,7 @@ class _Row(NamedTuple):
     """A row of an index in the temporary database.
 
     Attributes:
+        name: see `_name`.
         hash: SHA-256 of the content, 32 bytes; None if it is unknown.
         failed_for: reason of a failed row; None for other rows.
         duplicate_of: row id of the original of a duplicate; None for other rows.
@@ -186,6 +177,7 @@ class _Row(NamedTuple):
     """
 
     row_id: int
+    name: bytes
     hash: bytes | None
     failed_for: str | None
     duplicate_of: int | None
@@ -194,23 +186,6 @@ class _Row(NamedTuple):
     @property
     def has_tokens(self) -> bool:
         return self.failed_for is None and self.duplicate_of is None
-
-
-@dataclass(frozen=True)
-class StoredRefs:
-    """The inputs that get new rows, read from the temporary database in order."""
-
-    _database: sqlite3.Connection
-    _count: int
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[InputRef]:
-        query = "SELECT ref FROM pending WHERE is_new ORDER BY position"
-        for (ref,) in self._database.execute(query):
-            # Unpickling is safe: this process has written the database.
-            yield pickle.loads(ref)
 
 
 def _name(uri: str, uri_raw: bytes | None) -> bytes:
@@ -283,12 +258,11 @@ def compare_sources(
     input gets a new row. If an input on a server cannot be read, its row is kept. If
     this row is a duplicate, its original is then kept, too.
 
-    Rows and inputs are compared in a database on disk, so that the memory use does not
-    grow with their number.
+    The rows are in a database on disk, so that the memory use grows only with the
+    number of inputs that have no row with tokens of the same name and content.
 
     Args:
-        database: an empty `temporary_database`. The result reads its `refs` from the
-            database.
+        database: an empty `temporary_database`.
         group: all sources of the index; None uses the sources that the index records.
         max_vanished: largest allowed share, 0 to 1, of the rows whose input no longer
             exists or cannot be read.
@@ -351,6 +325,8 @@ def compare_sources(
     unread = 0
     first_unread = ""
     stored_values = CollectedColumns(index.spec.shard_size, columns.values())
+    # New values of the columns of rows, by row id
+    new_values: NewValues = {}
 
     def compare_values(ref: InputRef, row: _Row) -> None:
         """Note the column values of `ref` if they differ from those of `row`."""
@@ -361,10 +337,7 @@ def compare_sources(
                 unread += 1
                 first_unread = first_unread or ref.uri
             else:
-                database.execute(
-                    "INSERT INTO given VALUES(?, ?)",
-                    [row.row_id, pickle.dumps(given)],
-                )
+                new_values[row.row_id] = {**dict.fromkeys(columns), **given}
 
     listing = Listing(sources, on_event, should_stop)
     inputs = unreachable = 0
@@ -373,16 +346,32 @@ def compare_sources(
     hidden: dict[str, str] = {}
     removed = frozenset[bytes]() if restore else index.removed
     stay_deleted = 0
+    # The inputs that may need new rows, each with the row of its name and content
+    pending: list[tuple[InputRef, _Row | None]] = []
     # Match every input with a row of the same name and content.
     for ref in hashed(listing):
+        inputs += 1
         row = find(ref, any_content=False)
-        named = (ref.uri, ref.uri_raw, ref.content_hash)
         if ref.problem in _HIDES_OTHERS:
             hidden[display_path(ref.path)] = str(ref.problem)
-        if row is None and input_hash(*named) in removed:
+        if (
+            row is None
+            and input_hash(ref.uri, ref.uri_raw, ref.content_hash) in removed
+        ):
             stay_deleted += 1
-            inputs += 1
             continue
+        # If the server of an input does not respond or refuses the request, keep the
+        # row with the name of the input, unless that row failed. If the row is a
+        # duplicate, also keep its original. Unreadable local files are handled below.
+        if row is None and (
+            ref.problem == "unreachable"
+            or (ref.problem == "unreadable" and is_url(ref.path))
+        ):
+            named_row = find(ref, any_content=True)
+            if named_row is not None and named_row.failed_for is None:
+                unreachable += 1
+                mark(named_row, _KEPT)
+                continue
         stays = row is not None and row.duplicate_of is None
         if retry_failed and ref.problem is None:
             # A failed row does not stay if its input can be read.
@@ -391,62 +380,31 @@ def compare_sources(
             mark(row, _KEPT if stays else _REPEATED)
             compare_values(ref, row)
         if not stays:
-            database.execute(
-                "INSERT INTO pending VALUES(?, ?, ?, ?, FALSE, ?)",
-                [
-                    inputs,
-                    pickle.dumps(ref),
-                    ref.problem,
-                    row and row.row_id,
-                    _name(ref.uri, ref.uri_raw),
-                ],
-            )
-        inputs += 1
+            pending.append((ref, row))
 
-    def pending(condition: str) -> Iterator[tuple[int, InputRef, _Row | None]]:
-        """Yield (position, input, row) for the pending inputs that fulfil the SQL
-        condition. The row has the name and content of the input, and is None if there
-        is no such row.
-        """
-        query = (
-            "SELECT position, ref, row_id, hash, failed_for, duplicate_of, metadata"
-            f" FROM pending LEFT JOIN rows USING (row_id) WHERE {condition}"
-            " ORDER BY position"
-        )
-        for position, ref, *columns_of_row in database.execute(query):
-            # The row id is null if no row has the name and content of the input.
-            row = None
-            if columns_of_row[0] is not None:
-                row = _Row._make(columns_of_row)
-            yield position, pickle.loads(ref), row
-
-    # If the server of an input does not respond or refuses the request, keep the row
-    # with the name of the input, unless that row failed. If the row is a duplicate,
-    # also keep its original. Unreadable local files are handled below.
-    for position, ref, _ in pending(
-        "row_id IS NULL AND problem IN ('unreadable', 'unreachable')"
-    ):
-        if ref.problem == "unreadable" and not is_url(ref.path):
-            continue
-        row = find(ref, any_content=True)
-        if row is not None and row.failed_for is None:
-            unreachable += 1
-            mark(row, _KEPT)
-            database.execute("DELETE FROM pending WHERE position = ?", [position])
     # If an input without a row has the content of a row that no input has matched, the
-    # image was moved: keep the row, and give it the new name.
+    # image was moved: keep the row, and give it the new name. A row whose own input is
+    # listed, but cannot be read, was not moved.
     moved: dict[int, str] = {}
-    for position, ref, _ in pending("row_id IS NULL AND problem IS NULL"):
+    unread_names = {
+        _name(ref.uri, ref.uri_raw) for ref, _ in pending if ref.problem is not None
+    }
+    left: list[tuple[InputRef, _Row | None]] = []
+    for ref, row in pending:
+        kept = None
         # A name that is not UTF-8 cannot be stored as a new value.
-        if ref.content_hash is None or ref.uri_raw is not None:
-            continue
-        found = database.execute(_FIND_MOVED, [_digest(ref.content_hash)]).fetchone()
-        if found is not None:
-            row = _Row._make(found)
-            mark(row, _KEPT)
-            compare_values(ref, row)
-            moved[row.row_id] = ref.uri
-            database.execute("DELETE FROM pending WHERE position = ?", [position])
+        if row is None and ref.problem is None and ref.uri_raw is None:
+            found = database.execute(_FIND_MOVED, [_digest(ref.content_hash)])
+            of_content = map(_Row._make, found)
+            kept = next(
+                (each for each in of_content if each.name not in unread_names), None
+            )
+        if kept is None:
+            left.append((ref, row))
+        else:
+            mark(kept, _KEPT)
+            compare_values(ref, kept)
+            moved[kept.row_id] = ref.uri
     database.execute(
         f"UPDATE rows SET state = {_KEPT_ORIGINAL} WHERE state = {_FREE} AND row_id IN"
         f" (SELECT duplicate_of FROM rows WHERE state = {_KEPT})"
@@ -464,14 +422,12 @@ def compare_sources(
             " stay"
         )
         on_event(StatusMessage(text, is_warning=True))
-    database.execute(
+    duplicates = database.execute(
         f"UPDATE rows SET state = {_KEPT} WHERE state = {_REPEATED} AND duplicate_of IN"
         f" (SELECT row_id FROM rows WHERE state IN ({_KEPT}, {_KEPT_ORIGINAL}))"
+        " RETURNING row_id"
     )
-    database.execute(
-        "DELETE FROM pending WHERE row_id IN"
-        f" (SELECT row_id FROM rows WHERE state = {_KEPT})"
-    )
+    kept_duplicates = {row_id for (row_id,) in duplicates}
     database.execute(f"UPDATE rows SET state = {_REPLACED} WHERE state = {_REPEATED}")
 
     def row_ids(condition: str) -> array[int]:
@@ -483,13 +439,18 @@ def compare_sources(
     # Give a new row to each remaining input, unless the input is a duplicate. If the
     # input has an old row, mark that row as replaced.
     # A row with tokens whose content has not changed is kept.
-    user_values = _user_values(index, row_ids(f"NOT ({_HAS_TOKENS})"))
+    refs: list[InputRef] = []
+    contents = set[bytes]()
     changed = array("q")
+    # Positions in `refs` by the ids of the old rows
     retried: dict[int, int] = {}
-    source_values: dict[int, str | None] = {}
     cut_off = array("q")
-    count = repeated = held_tokens = lost = 0
-    for position, ref, row in pending("TRUE"):
+    repeated = held_tokens = lost = 0
+    for ref, row in left:
+        if row is not None:
+            if row.row_id in kept_duplicates:
+                continue
+            new_values.pop(row.row_id, None)
         row = row or find(ref, any_content=True)
         if row is not None:
             mark(row, _REPLACED)
@@ -516,30 +477,27 @@ def compare_sources(
         # Count the rows with tokens whose input now has the content of a kept row.
         held_tokens += is_repeated and row is not None and row.has_tokens
         if content is not None and not is_repeated:
-            added = database.execute("INSERT OR IGNORE INTO new VALUES(?)", [content])
-            is_repeated = added.rowcount == 0
+            is_repeated = content in contents
+            contents.add(content)
         if is_repeated:
             repeated += 1
             continue
         is_retry = row is not None and retry_failed and row.failed_for is not None
         if row is not None and (is_retry or row.hash == content):
-            retried[row.row_id] = count
-            by_users = user_values.get(row.row_id, {})
-            given = ref.metadata or {}
-            if by_users:
-                of_sources = {name: given.get(name) for name in by_users}
-                source_values[count] = source_values_text(of_sources)
-            values = {**given, **by_users}
-            kept = {name: each for name, each in values.items() if each is not None}
-            ref = replace(ref, metadata=kept or None)
+            retried[row.row_id] = len(refs)
         if row is not None and not is_retry:
-            changed.append(count)
-        database.execute(
-            "UPDATE pending SET is_new = TRUE, ref = ? WHERE position = ?",
-            [pickle.dumps(ref), position],
-        )
-        count += 1
-    refs = StoredRefs(database, count)
+            changed.append(len(refs))
+        refs.append(ref)
+    # New rows keep the values that users set in the old rows.
+    source_values: dict[int, str | None] = {}
+    for row_id, by_users in _user_values(index, sorted(retried)).items():
+        position = retried[row_id]
+        given = refs[position].metadata or {}
+        of_sources = {name: given.get(name) for name in by_users}
+        source_values[position] = source_values_text(of_sources)
+        values = {**given, **by_users}
+        metadata = {name: each for name, each in values.items() if each is not None}
+        refs[position] = replace(refs[position], metadata=metadata or None)
     vanished = row_ids(f"state = {_FREE}")
     gone = f"state IN ({_FREE}, {_REPLACED})"
     reasons = database.execute(
@@ -578,9 +536,14 @@ def compare_sources(
         failed=failed,
         replaced=len(row_ids(f"{gone} AND {_HAS_TOKENS}")) - held_tokens,
         stay_deleted=stay_deleted,
-        values=_new_values(index, database),
+        values=(
+            {row_id: new_values[row_id] for row_id in of_shard}
+            for _, of_shard in itertools.groupby(
+                sorted(new_values), lambda row_id: row_id // index.spec.shard_size
+            )
+        ),
         changed=changed,
-        retried=retried,
+        retried=len(retried),
         source_values=source_values,
         moved=moved,
         vanished=len(vanished),
@@ -634,32 +597,6 @@ def _typed(
         else value
         for name, value in values.items()
     }
-
-
-def _new_values(
-    index: CommittedIndex, database: sqlite3.Connection
-) -> Iterator[NewValues]:
-    """Yield the column values of kept rows that have changed in the sources, one shard
-    at a time.
-    """
-    columns = {column.name: column for column in index.manifest.columns}
-    lines = database.execute(
-        "SELECT row_id, value FROM given JOIN rows USING (row_id)"
-        f" WHERE state = {_KEPT} ORDER BY row_id"
-    )
-    size = index.spec.shard_size
-    for _, of_shard in itertools.groupby(lines, lambda line: line[0] // size):
-        metadata = {row_id: pickle.loads(given) for row_id, given in of_shard}
-        read = ["row_id", SOURCE_VALUES, *columns]
-        values: NewValues = {}
-        for row in read_index_rows(index, [*metadata], read).to_pylist():
-            given = metadata[row["row_id"]]
-            before = _given(row, columns)
-            for name in {*given, *columns}:
-                value = given.get(name)
-                if not is_value(before.get(name), value, columns.get(name)):
-                    values.setdefault(row["row_id"], {})[name] = value
-        yield values
 
 
 def _refuse_hidden_rows(

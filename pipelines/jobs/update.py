@@ -301,7 +301,7 @@ def update_index(
             and not edited
             and not changes.moved
             and not changes.changed
-            and 0 < len(changes.retried) == len(changes.refs) == len(changes.deleted),
+            and 0 < changes.retried == len(changes.refs) == len(changes.deleted),
         )
         applied = apply(change, edit, on_event, should_stop)
         failed = Counter(changes.failed)
