@@ -9,7 +9,7 @@ number of workers. Workers therefore make their parts without communicating.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -24,9 +24,10 @@ from edje_index.models.joint_inputs import (
     JointInputs,
     JointTokenizer,
 )
-from edje_index.training.config import TrainConfig
+from edje_index.training.config import TrainSettings
 from edje_index.training.dataset import StoredFeatures, TrainingData
 from edje_index.training.random_streams import MASKING, ORDER, stream
+from edje_index.training.workers import ALONE, WorkerGroup
 from storage_formats.arrays import Bools, Ints
 from storage_formats.errors import UsageError
 
@@ -41,64 +42,6 @@ _BUCKETS_ON_GPU = 1
 # Smallest number of input rows per bucket. If there are too few rows for this number,
 # fewer buckets are made.
 _BUCKET_ROWS = 24
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """Draws the pairs, or the images, of each batch in random order.
-
-    An incomplete batch at the end of an epoch is left out.
-
-    Attributes:
-        batch_size: number of pairs or images per batch, summed over all workers.
-        seed: seed of the random order. Each epoch has a different order.
-    """
-
-    data: TrainingData
-    batch_size: int
-    seed: int
-
-    def pairs(self, batch: int) -> tuple[Ints, Ints]:
-        """Draw captions. Return the image number and the caption number of each drawn
-        caption, int64 [batch_size] each.
-
-        `batch` is the batch number, counted from 0 over all epochs. An epoch contains
-        each caption at most once.
-        """
-        captions, _ = self._members(batch, len(self.data.records))
-        starts = self.data.items.caption_starts
-        return np.searchsorted(starts, captions, side="right") - 1, captions
-
-    def sets(self, batch: int, count: int) -> tuple[Ints, Ints]:
-        """Draw distinct images, and `count` captions of each image, for the batch
-        number `batch`. If an image has fewer captions, some of them are repeated.
-
-        Returns:
-            Image numbers, int64 [batch_size], and caption numbers, int64 [count,
-            batch_size].
-        """
-        images, epoch = self._members(batch, self.data.images)
-        starts = self.data.items.caption_starts
-        counts = starts[images + 1] - starts[images]
-        # The captions of an image are taken in a cycle. The first caption changes with
-        # each epoch, so that later epochs use other captions of the image.
-        first = images + epoch
-        return images, starts[images] + (first + np.arange(count)[:, None]) % counts
-
-    def _members(self, batch: int, count: int) -> tuple[Ints, int]:
-        """Draw the batch number `batch` from `count` captions or images. Return the
-        numbers of the drawn captions or images, int64 [batch_size], and the number of
-        the epoch.
-        """
-        epoch, batch_of_epoch = divmod(batch, count // self.batch_size)
-        order = _permutation(count, self.seed, epoch)
-        return (
-            order[
-                batch_of_epoch * self.batch_size : (batch_of_epoch + 1)
-                * self.batch_size
-            ],
-            epoch,
-        )
 
 
 @lru_cache(maxsize=2)
@@ -344,12 +287,13 @@ class AlignmentBatch:
 class BatchSource:
     """Makes the batches of one worker.
 
+    Pairs and images are drawn in random order, which differs in each epoch. An
+    incomplete batch at the end of an epoch is left out.
+
     Attributes:
-        data: the n training images and their captions.
-        features: the features of these images.
+        data: the n training images, their features and their captions.
         image_tokens: number of image tokens per input row of the joint encoder.
-        rank: rank of this worker, counted from 0.
-        chunk_pairs: maximum number of pairs in a `PairChunk`.
+        group: rank of this worker, and number of workers.
         on_gpu: whether a GPU computes the steps.
         teacher_tokens: number of tokens per image that the teacher reads; 0 without a
             teacher.
@@ -359,16 +303,31 @@ class BatchSource:
     """
 
     data: TrainingData
-    features: StoredFeatures
     tokenizer: JointTokenizer
     image_tokens: int
-    config: TrainConfig
-    rank: int = 0
-    world_size: int = 1
-    chunk_pairs: int = 64
+    config: TrainSettings
+    group: WorkerGroup = ALONE
     on_gpu: bool = False
     teacher_tokens: int = 0
     teacher: tuple[StoredFeatures, Ints] | None = None
+
+    def _drawn(self, number: int, count: int, size: int) -> tuple[Ints, int]:
+        """Draw `size` of `count` captions or images for a batch. Return their numbers,
+        int64 [size], and the number of the epoch.
+        """
+        epoch, batch_of_epoch = divmod(number, count // size)
+        order = _permutation(count, self.config.loop.seed, epoch)
+        return order[batch_of_epoch * size :][:size], epoch
+
+    def pairs(self, number: int) -> tuple[Ints, Ints]:
+        """Draw the captions of a joint-phase batch. Return the image number and the
+        caption number of each, int64 [batch_size] each. An epoch contains each caption
+        at most once.
+        """
+        size = self.config.loop.batch_size
+        captions, _ = self._drawn(number, len(self.data.records), size)
+        starts = self.data.items.caption_starts
+        return np.searchsorted(starts, captions, side="right") - 1, captions
 
     def joint(self, number: int) -> JointBatch:
         """Return this worker's part of a joint-phase batch. Batches are numbered from 0
@@ -377,10 +336,11 @@ class BatchSource:
         loop = self.config.loop
         objective = self.config.objective
         tokenizer = self.tokenizer
-        images, captions = Sampler(self.data, loop.batch_size, loop.seed).pairs(number)
+        images, captions = self.pairs(number)
         count = self.config.negatives.count
-        pairs = loop.batch_size // self.world_size
-        own = np.arange(pairs) + self.rank * pairs
+        rank = self.group.rank
+        pairs = loop.batch_size // self.group.size
+        own = np.arange(pairs) + rank * pairs
         other_images, other_texts = self.negatives(images, captions)
         # `whole` has the captions for input rows without image tokens. `texts` has the
         # same captions for rows with image tokens, which have room for one token less.
@@ -389,7 +349,7 @@ class BatchSource:
         own_texts = [texts[pair] for pair in own]
         masked_texts: list[TokenIds] = []
         if objective.mlm_weight:
-            rng = stream(loop.seed, MASKING, number, self.rank)
+            rng = stream(loop.seed, MASKING, number, rank)
             masked_texts = mask_captions(
                 own_texts, objective.mlm_probability, tokenizer, rng
             )
@@ -454,9 +414,10 @@ class BatchSource:
         # Pairs with captions of similar length share a chunk, so that its rows have
         # little padding.
         order = np.argsort([len(text) for text in own_texts], kind="stable")
-        chunks = np.array_split(order, math.ceil(len(order) / self.chunk_pairs))
+        chunk_pairs = self.config.run.chunk_pairs or (128 if self.on_gpu else 64)
+        chunks = np.array_split(order, math.ceil(len(order) / chunk_pairs))
         return JointBatch(
-            self.features.fetch(self.data.items.rows[images[own]]),
+            self.data.features.fetch(self.data.items.rows[images[own]]),
             tuple(map(chunk, chunks)),
             teacher_tokens,
         )
@@ -472,9 +433,9 @@ class BatchSource:
             Negative images of each caption, and negative texts of each image, int64 [b,
             k] each. The values are indices of pairs in the batch.
         """
-        pairs = len(images) // self.world_size
+        pairs = len(images) // self.group.size
         count = self.config.negatives.count
-        own = slice(self.rank * pairs, (self.rank + 1) * pairs)
+        own = slice(self.group.rank * pairs, (self.group.rank + 1) * pairs)
         pictures, texts = self.data.mining_embeddings(images, captions)
         photos = self.data.items.photos[images]
         keys = self.data.records["key"][captions]
@@ -482,34 +443,35 @@ class BatchSource:
         of_captions = hard_negatives(texts[own] @ pictures.T, masked, count)
         return of_captions, hard_negatives(pictures[own] @ texts.T, masked, count)
 
-    def alignment(self, counted: Bools) -> Callable[[int], AlignmentBatch]:
-        """Return a function that maps a batch number to this worker's part of the
-        alignment-phase batch.
+    def alignment(self, counted: Bools, number: int) -> AlignmentBatch:
+        """Return this worker's part of an alignment-phase batch, which has distinct
+        images, and the same number of captions of each image. If an image has fewer
+        captions, some of them are repeated.
 
         Args:
             counted: True for the token ids of words that the alignment uses, bool [v].
                 See `scoring.parts.content_token_mask`.
         """
+        data = self.data
         settings = self.config.alignment
-        seed = self.config.loop.seed
-        sampler = Sampler(self.data, min(settings.batch_size, self.data.images), seed)
-
-        def batch(number: int) -> AlignmentBatch:
-            images, captions = sampler.sets(number, settings.captions)
-            local = np.arange(self.rank, len(images), self.world_size)
-            token_ids = [
-                np.array(self.data.caption(caption), dtype=np.int64)
-                for caption in captions[:, local].ravel().tolist()
-            ]
-            words = [ids[counted[ids]] for ids in token_ids]
-            distinct, position = np.unique(np.concatenate(words), return_inverse=True)
-            shares = np.zeros((len(distinct), len(words)), dtype=np.float32)
-            lengths = np.array([len(part) for part in words])
-            np.add.at(shares, (position, np.repeat(np.arange(len(words)), lengths)), 1)
-            return AlignmentBatch(
-                patches=self.features.fetch(self.data.items.rows[images[local]]),
-                words=torch.from_numpy(distinct),
-                shares=torch.from_numpy(shares / lengths.clip(min=1)),
-            )
-
-        return batch
+        size = min(settings.batch_size, data.images)
+        images, epoch = self._drawn(number, data.images, size)
+        images = images[self.group.rank :: self.group.size]
+        starts = data.items.caption_starts
+        # The captions of an image are taken in a cycle. The first caption changes with
+        # each epoch, so that later epochs use other captions of the image.
+        places = images + epoch + np.arange(settings.captions)[:, None]
+        captions = starts[images] + places % (starts[images + 1] - starts[images])
+        words = []
+        for caption in captions.ravel().tolist():
+            ids = np.array(data.caption(caption), dtype=np.int64)
+            words.append(ids[counted[ids]])
+        distinct, position = np.unique(np.concatenate(words), return_inverse=True)
+        shares = np.zeros((len(distinct), len(words)), dtype=np.float32)
+        lengths = np.array([len(part) for part in words])
+        np.add.at(shares, (position, np.repeat(np.arange(len(words)), lengths)), 1)
+        return AlignmentBatch(
+            patches=data.features.fetch(data.items.rows[images]),
+            words=torch.from_numpy(distinct),
+            shares=torch.from_numpy(shares / lengths.clip(min=1)),
+        )

@@ -43,6 +43,7 @@ from storage_formats.atomic import fsync_paths, write_bytes_atomic
 from storage_formats.codecs import finest
 from storage_formats.errors import CorruptIndexError, TaskInterrupted, UsageError
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.remote import open_index
 from storage_formats.format.rows import (
     INDEXED,
     iter_rows,
@@ -71,6 +72,7 @@ class CaptionedRows:
 
     Attributes:
         index: the index.
+        path: file of what `prepare_captions` computes for the captions.
         rows: row id of each image, int64 [n].
         photos: a number per image, int64 [n]. Images with the same `image_id` in the
             index, for example crops of one photo, have the same number.
@@ -81,6 +83,7 @@ class CaptionedRows:
     """
 
     index: CommittedIndex
+    path: Path
     rows: Ints
     photos: Ints
     caption_starts: Ints
@@ -99,11 +102,12 @@ def _captions(row: Mapping[str, Any]) -> list[str]:
 
 
 def read_captioned_rows(
-    index: CommittedIndex, split: str | None = None
+    index: CommittedIndex, path: Path, split: str | None = None
 ) -> tuple[CaptionedRows, list[str], dict[str, int]]:
     """Find the images of an index that have captions.
 
     Args:
+        path: attribute `path` of the result.
         split: use only rows with this value in the column `split`; None uses all rows.
             The split "train" includes Karpathy's split "restval".
 
@@ -155,6 +159,7 @@ def read_captioned_rows(
         )
     items = CaptionedRows(
         index,
+        path,
         np.array(rows),
         np.array(photos),
         np.concatenate([[0], np.cumsum(counts)]),
@@ -163,15 +168,21 @@ def read_captioned_rows(
     return items, hashes, dict(sorted(left_out.items()))
 
 
-def rows_of_contents(index: CommittedIndex, hashes: Sequence[str]) -> Ints:
-    """Return the row of `index` that stores each of n images, int64 [n].
+def open_same_images(
+    location: str | None, hashes: Sequence[str]
+) -> tuple[CommittedIndex, Ints] | None:
+    """Open another index of n images. Return it, and the row that stores each image,
+    int64 [n]; None without a location.
 
     Args:
         hashes: content hash of each image.
 
     Raises:
-        UsageError: `index` lacks an image.
+        UsageError: the index lacks an image.
     """
+    if location is None:
+        return None
+    index = open_index(location)
     table = read_all_rows(index, ["row_id", "status", "content_hash"])
     table = table.filter(pc.equal(table["status"], INDEXED))
     positions = pc.index_in(pa.array(hashes), value_set=table["content_hash"])
@@ -180,8 +191,7 @@ def rows_of_contents(index: CommittedIndex, hashes: Sequence[str]) -> Ints:
             f"{index.location} lacks {missing:,} training images; build it from the"
             " same images"
         )
-    rows: Ints = table["row_id"].take(positions).to_numpy()
-    return rows
+    return index, table["row_id"].take(positions).to_numpy()
 
 
 class StoredFeatures:
@@ -221,12 +231,16 @@ class StoredFeatures:
                 yield adapter(features.to(device).float()).bfloat16().cpu()
 
 
-@dataclass(frozen=True)
 class TrainingData:
     """n images and all their c captions.
 
+    Args:
+        items: the images, whose captions are prepared.
+        mining: index that the mining model built, and the row of each image in this
+            index, int64 [n]. None means the index of the images.
+
     Attributes:
-        items: the images.
+        features: the patch features of the images.
         records: what `prepare_captions` computed for each caption, a memory-mapped
             structured array [c] with the fields
 
@@ -238,29 +252,16 @@ class TrainingData:
             - ``embedding``: embedding by the text tower, float32 [e].
             - ``mining``: embedding by the mining model, float32 [e']. The field is
               missing without a mining model.
-        mining: image embeddings by the mining model, float32 [rows, e'], and the row of
-            each image in them, int64 [n].
     """
 
-    items: CaptionedRows
-    records: NDArray[Any]
-    mining: tuple[IndexedEmbeddings, Ints]
-
-    @classmethod
-    def open(
-        cls,
-        path: Path,
-        items: CaptionedRows,
-        mining: tuple[CommittedIndex, Ints] | None = None,
-    ) -> TrainingData:
-        """Memory-map the file `path` that `prepare_captions` wrote for `items`.
-
-        `mining` is the index that the mining model built, and the row of each image in
-        this index, int64 [n]. None means the index of the images.
-        """
-        index, rows = mining or (items.index, items.rows)
-        stored = IndexedEmbeddings(index.layout, index.spec, index=index)
-        return cls(items, np.load(path, mmap_mode="r"), (stored, rows))
+    def __init__(
+        self, items: CaptionedRows, mining: tuple[CommittedIndex, Ints] | None = None
+    ) -> None:
+        self.items = items
+        self.features = StoredFeatures(items.index)
+        self.records: NDArray[Any] = np.load(items.path, mmap_mode="r")
+        index, self._mining_rows = mining or (items.index, items.rows)
+        self._mining = IndexedEmbeddings(index.layout, index.spec, index=index)
 
     @property
     def images(self) -> int:
@@ -281,14 +282,13 @@ class TrainingData:
         """Return the embeddings of images and captions by the mining model, float32 [k,
         e'] each.
         """
-        stored, rows = self.mining
         names = self.records.dtype.names or ()
         name = "mining" if "mining" in names else "embedding"
-        return stored[rows[images]], self.records[name][captions]
+        pictures = self._mining[self._mining_rows[images]]
+        return pictures, self.records[name][captions]
 
 
 def prepare_captions(
-    path: Path,
     items: CaptionedRows,
     bundle: Path,
     miner: Path | None,
@@ -297,12 +297,11 @@ def prepare_captions(
     should_stop: Callable[[], bool],
     on_shard: Callable[[int, int], None],
 ) -> bool:
-    """Write the records of the captions of `items` to the file `path`, unless an
-    earlier call wrote them. All workers must call this function.
+    """Write the records of the captions of `items` to the file `items.path`, unless an
+    earlier call wrote them. All workers must call this function. The file does not
+    exist until it is complete, see `TrainingData.records`.
 
     Args:
-        path: the file, see `TrainingData.records`. It does not exist until it is
-            complete.
         bundle: bundle with the tokenizer of the joint encoder and the text tower.
         miner: bundle of the mining model; None if the text tower of `bundle` mines hard
             negatives.
@@ -319,6 +318,7 @@ def prepare_captions(
     Raises:
         CorruptIndexError: a shard cannot be read.
     """
+    path = items.path
     if not group.any(not path.exists()):
         return True
     parts = path.with_suffix(".parts")

@@ -14,11 +14,12 @@ from edje_index.models.devices import resolve_device
 from edje_index.progress import OnProgress
 from edje_index.scoring.weights import DIRECTIONS, TEXT_TO_IMAGE, DirectionWeights
 from edje_index.training.checkpoints import last_checkpoint
+from edje_index.training.dataset import TrainingData
 from edje_index.training.fit_weights import WeightChoice, choose_weights, dev_pools
 from edje_index.training.loop import TrainTask, open_start
 from edje_index.training.pooled_similarity import fit_pooled_similarity
 from edje_index.training.start import trained_part
-from edje_index.training.workers import WorkerGroup
+from edje_index.training.workers import ALONE
 from storage_formats.codecs import BF16
 from storage_formats.format.offset import estimate_offset
 
@@ -55,7 +56,7 @@ def finish_model(
     # CPU is used.
     cuda = torch.cuda.is_available()
     device = resolve_device(task.config.run.device if cuda else "cpu")
-    bundle, source = open_start(task, WorkerGroup(), device)
+    bundle, source = open_start(task, ALONE, device)
     state = last_checkpoint(run_dir, task.run)
     if state is None or not any(name.startswith("joint.") for name in state.weights):
         raise ModelError(
@@ -77,7 +78,7 @@ def finish_model(
     rows = task.items.rows[:: max(1, source.data.images // _OFFSET_IMAGES)]
     blocks = (
         tokens.view(torch.int16).numpy().view(BF16)
-        for tokens in source.features.iter_tokens(adapter, rows, device)
+        for tokens in source.data.features.iter_tokens(adapter, rows, device)
     )
     bundle = replace(bundle, offset=estimate_offset(blocks))
     init = task.config.inputs.init
@@ -95,7 +96,7 @@ def finish_model(
     logit_range = None
     choices = dict[str, WeightChoice]()
     if task.dev is not None:
-        dev = (task.dev, task.dev_data)
+        dev = TrainingData(task.dev)
         pools = dev_pools(bundle, dev, fitting, on_progress=on_progress)
         choices = {name: choose_weights(pools[name]) for name in DIRECTIONS}
         score = DirectionWeights(

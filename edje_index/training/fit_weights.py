@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -30,7 +29,7 @@ from edje_index.scoring.weights import (
     ScoreWeights,
 )
 from edje_index.training.config import FittingConfig
-from edje_index.training.dataset import CaptionedRows, StoredFeatures, TrainingData
+from edje_index.training.dataset import TrainingData
 from edje_index.training.start import trained_part
 from storage_formats.arrays import Bools, Ints
 from storage_formats.reading.embeddings import read_embeddings
@@ -93,7 +92,7 @@ class DevPools:
 
 def dev_pools(
     bundle: ModelBundle,
-    dev: tuple[CaptionedRows, Path],
+    dev: TrainingData,
     config: FittingConfig,
     names: tuple[str, ...] = JOINT_PARTS,
     on_progress: OnProgress = lambda activity, done, total: None,
@@ -104,19 +103,19 @@ def dev_pools(
     The modules of `bundle` must be in evaluation mode.
 
     Args:
-        dev: the dev images, and the file of their `TrainingData`.
+        dev: the dev images and their captions.
         names: parts of the final score to compute. Parts that `bundle` lacks are left
             out. The embedding similarity is always part of the result.
         on_progress: called with the name of the activity, the number of scored pairs,
             and the number of all pairs. An exception raised by `on_progress` stops this
             function.
     """
-    items, path = dev
+    items = dev.items
     queries = split_set(items.captions(0, len(items.rows)), items.rows)
     queries = queries.subsampled(config.dev_captions, seed=0)
     embeddings = (
         read_embeddings(items.index, queries.rows),
-        TrainingData.open(path, items).records["embedding"],
+        dev.records["embedding"],
     )
     nearest = {
         direction: queries.pools(direction, *embeddings, config.dev_pool)
@@ -126,9 +125,8 @@ def dev_pools(
     # Most images are in several pools. The features of each image are read once.
     image_rows = np.unique(np.concatenate([rows.ravel() for _, rows in pairs]))
     adapter = trained_part(bundle.adapter)
-    features = StoredFeatures(items.index)
     tokens = torch.cat(
-        [*features.iter_tokens(adapter, image_rows, bundle.joint.device)]
+        [*dev.features.iter_tokens(adapter, image_rows, bundle.joint.device)]
     )
     scorer = bundle.scorer
     parts = score_pairs(

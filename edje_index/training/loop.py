@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.info import matching_bundle, read_bundle_info
 from edje_index.errors import ModelError
 from edje_index.models.adapter import CompressionAdapter
 from edje_index.models.devices import resolve_device, resolve_dtype
@@ -54,11 +56,8 @@ ALIGNMENT = "alignment"
 JOINT = "joint"
 BETAS = (0.9, 0.999)
 MAX_BAD_STEPS = 10
-"""Training fails if the gradients of this many steps in a row are not finite.
-
-A phase also fails if it ends with at least two such steps in a row, and these are more
-than 1 % of the steps of the phase. A phase of a single step fails if the gradients of
-this step are not finite.
+"""Training fails if the gradients of this many steps in a row, or of all steps of a
+shorter phase, are not finite.
 """
 Record = dict[str, Any]
 # warm-up steps as a fraction of the alignment steps
@@ -83,44 +82,25 @@ class TrainTask:
         run: fingerprint of the settings, data and initial weights of the training run.
         start: path of the initial bundle.
         items: the training images.
-        steps: number of optimiser steps of the joint phase.
-        new_adapter: True if the adapter in `start` has random weights.
-        miner: path of the bundle of the mining model; None if the frozen towers mine
-            hard negatives.
-        mining: index that `miner` built, and the row of each training image in this
-            index, int64 [n]. None if the frozen towers mine hard negatives.
-        teacher: path of the bundle of the teacher; None without distillation.
+        dev: the dev images; None without a dev set.
+        mining: index whose model mines hard negatives, and the row of each training
+            image in this index, int64 [n]. None if the frozen towers mine them.
         teacher_tokens: index with the teacher's tokens, and the row of each training
             image in this index, int64 [n]. None if the teacher's adapter computes the
             tokens from the features of the batch.
         continued: run folder and fingerprint of the training run that this run
             continues, with the same optimiser state and number of epochs; None for a
             new optimiser.
-        dev: the dev images; None without a dev set.
     """
 
     config: TrainSettings
     run: str
     start: Path
     items: CaptionedRows
-    steps: int
-    new_adapter: bool = True
-    miner: Path | None = None
+    dev: CaptionedRows | None = None
     mining: tuple[CommittedIndex, Ints] | None = None
-    teacher: Path | None = None
     teacher_tokens: tuple[CommittedIndex, Ints] | None = None
     continued: tuple[Path, str] | None = None
-    dev: CaptionedRows | None = None
-
-    @property
-    def data(self) -> Path:
-        """The file of the `TrainingData` of the training images."""
-        return self.config.run.folder / "train.npy"
-
-    @property
-    def dev_data(self) -> Path:
-        """The file of the `TrainingData` of the dev images."""
-        return self.config.run.folder / "dev.npy"
 
 
 def open_start(
@@ -129,20 +109,15 @@ def open_start(
     """Return the bundle with the initial weights, and the source of the batches of this
     worker, which trains on `device`.
     """
-    config = task.config
     start = ModelBundle.load(task.start, verify=False)
     tokens = start.block_shape[0]
-    on_gpu = device.type == "cuda"
     source = BatchSource(
-        data=TrainingData.open(task.data, task.items, task.mining),
-        features=StoredFeatures(task.items.index),
+        data=TrainingData(task.items, task.mining),
         tokenizer=start.joint.tokenizer,
-        image_tokens=min(config.loop.step_tokens or tokens, tokens),
-        config=config,
-        rank=group.rank,
-        world_size=group.size,
-        chunk_pairs=config.run.chunk_pairs or (128 if on_gpu else 64),
-        on_gpu=on_gpu,
+        image_tokens=min(task.config.loop.step_tokens or tokens, tokens),
+        config=task.config,
+        group=group,
+        on_gpu=device.type == "cuda",
     )
     return start, source
 
@@ -175,12 +150,14 @@ def run_worker(
     run = _Run(task, group, device, should_stop, on_record)
     run.prepare()
     start, source = open_start(task, group, device)
+    inputs = config.inputs
     teacher = None
-    if task.teacher is not None:
-        bundle = ModelBundle.load(task.teacher, verify=False)
+    if inputs.teacher is not None:
+        bundle = ModelBundle.load(inputs.teacher, verify=False)
         tokens = None
         if task.teacher_tokens is not None:
-            tokens = StoredFeatures(task.teacher_tokens[0]), task.teacher_tokens[1]
+            index, rows = task.teacher_tokens
+            tokens = StoredFeatures(index), rows
         teacher = Teacher(
             bundle.joint, None if tokens else trained_part(bundle.adapter), device
         )
@@ -190,14 +167,15 @@ def run_worker(
     # Wait until all workers have read the checkpoint, before worker 0 writes another.
     group.any(False)
 
+    dev = None if task.dev is None else TrainingData(task.dev)
+
     def evaluate() -> dict[str, float]:
         """Return the R@1 of each direction on the dev captions. As in the published
         code, candidates are sorted by the logit alone.
         """
-        assert task.dev is not None
+        assert dev is not None
         start.adapter.eval()
         start.joint.eval()
-        dev = (task.dev, task.dev_data)
         pools = dev_pools(start, dev, config.fitting, (LOGIT,))
         return {
             direction: float(of_direction.hits(ScoreWeights()).mean())
@@ -210,12 +188,17 @@ def run_worker(
         if config.alignment.steps and (state is None or state.stage == 0):
             settings = config.alignment
             adapter = start.adapter
-            if task.new_adapter and isinstance(adapter, CompressionAdapter):
+            # The adapter of `inputs.init` is trained already.
+            is_new = inputs.init is None or (
+                read_bundle_info(inputs.init).adapter
+                != read_bundle_info(task.start).adapter
+            )
+            if is_new and isinstance(adapter, CompressionAdapter):
                 order = stream(config.loop.seed, CLUSTERING)
                 images = np.sort(order.permutation(source.data.images)[:_SAMPLE_IMAGES])
                 init_queries(
                     adapter,
-                    source.features.fetch(task.items.rows[images]),
+                    source.data.features.fetch(task.items.rows[images]),
                     torch.Generator().manual_seed(config.loop.seed),
                 )
             changes = {
@@ -228,11 +211,12 @@ def run_worker(
                 ALIGNMENT,
                 stage=0,
                 module=AlignmentObjective(adapter, start.joint),
-                make_batch=source.alignment(content_token_mask(start.joint.tokenizer)),
+                make_batch=partial(
+                    source.alignment, content_token_mask(start.joint.tokenizer)
+                ),
                 steps=settings.steps,
                 images=min(settings.batch_size, source.data.images),
                 optimization=config.optimizer.model_copy(update=changes),
-                steps_per_epoch=1,
             )
             run.train(alignment, state)
         # A frozen adapter needs no gradients. They would take time to compute, and
@@ -252,11 +236,11 @@ def run_worker(
             stage=1 if config.alignment.steps else 0,
             module=objective,
             make_batch=source.joint,
-            steps=task.steps,
+            steps=total_steps(config.loop, len(source.data.records)),
             images=config.loop.batch_size,
             optimization=config.optimizer,
             steps_per_epoch=len(source.data.records) // config.loop.batch_size,
-            evaluate=None if task.dev is None else evaluate,
+            evaluate=None if dev is None else evaluate,
         )
         previous = None
         if task.continued is not None:
@@ -287,7 +271,7 @@ class _Phase:
     steps: int
     images: int
     optimization: OptimizerConfig
-    steps_per_epoch: int
+    steps_per_epoch: int = 1
     evaluate: Callable[[], dict[str, float]] | None = None
 
 
@@ -316,12 +300,10 @@ class _Run:
                 position = {"stage": -1, "phase": CAPTIONS}
                 self.write({**position, "step": done, "steps": shards})
 
-        prepared = [(task.data, task.items, task.miner)]
-        if task.dev is not None:
-            prepared.append((task.dev_data, task.dev, None))
+        miner = task.mining and matching_bundle(task.mining[0]).path
         common = (self.device, self.group, self.should_stop, report)
-        for path, items, miner in prepared:
-            if not prepare_captions(path, items, task.start, miner, *common):
+        for items, mining in ((task.items, miner), (task.dev, None)):
+            if items and not prepare_captions(items, task.start, mining, *common):
                 raise TrainingStopped(
                     "the training run stopped while preparing captions; finished shards"
                     " are kept"
@@ -404,12 +386,7 @@ class _Run:
                 skipped += is_bad
                 skips_in_row = skips_in_row + 1 if is_bad else 0
                 done = step + 1
-                # A short phase may end before `MAX_BAD_STEPS` steps in a row are
-                # skipped. So a phase also fails if it ends with more than `few` skipped
-                # steps.
-                few = max(steps // 100, min(steps - 1, 1))
-                has_diverged = done == steps and skips_in_row > few
-                if has_diverged or skips_in_row >= MAX_BAD_STEPS:
+                if skips_in_row >= min(MAX_BAD_STEPS, steps):
                     raise ModelError(
                         f"{skips_in_row} steps in a row had no finite gradient, up to"
                         f" step {done} of the {phase.name} phase; train again in a new"

@@ -156,7 +156,7 @@ def _pool_images(
     patches = []
     tokens = []
     for start in range(0, len(rows), _IMAGE_BATCH):
-        blocks = source.features.fetch(rows[start : start + _IMAGE_BATCH])
+        blocks = source.data.features.fetch(rows[start : start + _IMAGE_BATCH])
         blocks = blocks.to(device).float()
         deviation, mean = torch.std_mean(blocks, dim=1, correction=0)
         patches.append(torch.cat([mean, deviation], dim=1).cpu())

@@ -72,6 +72,10 @@ class WorkerGroup:
         return torch.cat(all_gather(rows.contiguous()))  # type: ignore
 
 
+ALONE = WorkerGroup()
+"""The group of a training run with one worker."""
+
+
 def patient_group() -> Any:
     """Return a new process group of all workers. Its operations may wait for 30
     days.

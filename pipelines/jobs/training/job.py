@@ -22,19 +22,18 @@ from edje_index.training.checkpoints import read_log
 from edje_index.training.config import TrainSettings
 from edje_index.training.dataset import (
     CaptionedRows,
+    open_same_images,
     read_captioned_rows,
-    rows_of_contents,
 )
 from edje_index.training.finish import finish_model
 from edje_index.training.loop import (
-    JOINT,
     TrainingStopped,
     TrainTask,
     run_worker,
     total_steps,
 )
 from edje_index.training.start import make_start
-from edje_index.training.workers import WorkerGroup
+from edje_index.training.workers import ALONE
 from pipelines.jobs.changing import resumable
 from pipelines.jobs.training.run import TrainResult
 from pipelines.progress.events import (
@@ -45,11 +44,9 @@ from pipelines.progress.events import (
     StatusMessage,
 )
 from pipelines.progress.wording import by_reason, counted
-from storage_formats.arrays import Ints
 from storage_formats.atomic import Json, write_json_atomic
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.lock import locked
-from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.remote import open_index
 
 _LANGUAGE_FILES = (
@@ -80,38 +77,34 @@ def run_training(
             damaged.
     """
     started = time.monotonic()
-    # The workers may run in other directories, so the run folder is made absolute.
+    # The workers may run in other directories, so their paths are made absolute.
     run = settings.run.model_copy(update={"dir": settings.run.folder})
-    settings = settings.model_copy(update={"run": run})
-    inputs = settings.inputs
+    paths = {
+        name: path.absolute()
+        for name in ("teacher", "init")
+        if (path := getattr(settings.inputs, name)) is not None
+    }
+    inputs = settings.inputs.model_copy(update=paths)
+    settings = settings.model_copy(update={"run": run, "inputs": inputs})
     with locked(run.folder), resumable(run.folder):
         on_event(StatusMessage("reading captions"))
         index = open_index(inputs.index)
         features = matching_bundle(index, inputs.model)
-        items, hashes, left_out = read_captioned_rows(index, inputs.split)
+        train_file = run.folder / "train.npy"
+        items, hashes, left_out = read_captioned_rows(index, train_file, inputs.split)
         dev = _dev_images(settings, items, hashes)
         record, fingerprint = _record(settings, features, items, dev)
         if run.out.exists():
             return _finished_result(settings, fingerprint)
         count = int(items.caption_starts[-1])
-        steps = total_steps(settings.loop, count)
+        total_steps(settings.loop, count)
         if left_out:
             text = f"images left out: {by_reason(left_out)}"
             on_event(StatusMessage(text))
-        miner: Path | None = None
-        mining: tuple[CommittedIndex, Ints] | None = None
-        if inputs.miner is not None:
-            mining_index = open_index(inputs.miner)
-            miner = matching_bundle(mining_index).path.absolute()
-            mining = mining_index, rows_of_contents(mining_index, hashes)
-        teacher: Path | None = None
-        teacher_tokens: tuple[CommittedIndex, Ints] | None = None
-        if inputs.teacher is not None:
-            teacher = inputs.teacher.absolute()
-            if inputs.teacher_features is not None:
-                teacher_index = open_index(inputs.teacher_features)
-                matching_bundle(teacher_index, teacher)
-                teacher_tokens = teacher_index, rows_of_contents(teacher_index, hashes)
+        mining = open_same_images(inputs.miner, hashes)
+        teacher_tokens = open_same_images(inputs.teacher_features, hashes)
+        if teacher_tokens is not None:
+            matching_bundle(teacher_tokens[0], inputs.teacher)
         continued = _continued_run(settings)
         start = _begin_run(settings, features, record)
         task = TrainTask(
@@ -119,15 +112,10 @@ def run_training(
             fingerprint,
             start.path,
             items,
-            steps,
-            new_adapter=inputs.init is None
-            or read_bundle_info(inputs.init).adapter != start.adapter,
-            miner=miner,
-            mining=mining,
-            teacher=teacher,
-            teacher_tokens=teacher_tokens,
-            continued=continued,
-            dev=dev,
+            dev,
+            mining,
+            teacher_tokens,
+            continued,
         )
         on_event(StatusMessage(f"training on {counted(count, 'caption')}"))
         _run_steps(task, on_event, should_stop)
@@ -154,7 +142,8 @@ def _dev_images(
             f" {items.index.location} has {encoders[0]}; build both indexes with the"
             " same bundle"
         )
-    dev, dev_hashes, _ = read_captioned_rows(index, inputs.dev_split)
+    file = settings.run.folder / "dev.npy"
+    dev, dev_hashes, _ = read_captioned_rows(index, file, inputs.dev_split)
     shared = {*hashes} & {*dev_hashes}
     if shared:
         raise UsageError(
@@ -371,8 +360,7 @@ def _run_steps(task: TrainTask, on_event: OnEvent, should_stop: ShouldStop) -> N
         is_important = "lr" not in record or record["step"] == record["steps"]
         if is_important or time.monotonic() - last >= _REPORT_SECONDS:
             last = time.monotonic()
-            scoring = _scoring_steps(task, record["step"])
-            on_event(StatusMessage(describe_record(record, scoring)))
+            on_event(StatusMessage(describe_record(record)))
 
     try:
         if task.config.run.distributed:
@@ -380,7 +368,7 @@ def _run_steps(task: TrainTask, on_event: OnEvent, should_stop: ShouldStop) -> N
 
             train_on_ray(task, should_stop, report, on_event=on_event)
         else:
-            run_worker(task, WorkerGroup(), should_stop, report)
+            run_worker(task, ALONE, should_stop, report)
     except TrainingStopped as error:
         # A JobStopped with a cause would count as an error, not as a requested stop.
         raise JobStopped(str(error)) from None
@@ -458,35 +446,9 @@ def _write_bundle(
     return result(replace(bundle, notes=notes).save(run.out, record))
 
 
-def _scoring_steps(task: TrainTask, done: int) -> float:
-    """Return the number of training steps that take about as long as scoring the dev
-    captions, which happens after `done` steps: in evaluations, and at the end with the
-    trained and the initial bundle.
-
-    A step computes the gradients of its pairs, which takes three times as long as
-    scoring them.
-    """
-    if task.dev is None:
-        return 0.0
-    config = task.config
-    images = len(task.dev.rows)
-    captions = int(task.dev.caption_starts[-1])
-    limit = config.fitting.dev_captions
-    queries = min(limit, captions) + min(limit, images)
-    every = config.run.evaluate_every
-    if every is None:
-        every = int(task.items.caption_starts[-1]) // config.loop.batch_size
-    evaluations = task.steps // every - done // every if every else 0
-    bundles = 1 if config.inputs.init is None else 2
-    pairs = queries * min(config.fitting.dev_pool, images) * (evaluations + bundles)
-    losses = config.objective.mlm_weight, config.objective.recovery_weight
-    per_caption = 1 + 2 * config.negatives.count + sum(map(bool, losses))
-    return pairs / (3 * config.loop.batch_size * per_caption)
-
-
-def describe_record(record: Json, scoring_steps: float) -> str:
-    """Return a record of the training log as one line of text. The remaining time
-    counts `scoring_steps` further steps, see `_scoring_steps`.
+def describe_record(record: Json) -> str:
+    """Return a record of the training log as one line of text. The remaining time is
+    that of the steps of the phase.
     """
     parts = [f"{record['phase']} {record['step']:,}/{record['steps']:,}"]
     # Only a training step has a learning rate. Other records are about an evaluation
@@ -498,8 +460,6 @@ def describe_record(record: Json, scoring_steps: float) -> str:
     parts += [f"{name} {record[name]:.3f}" for name in _LOSSES if name in record]
     parts += [f"lr {record['lr']:.2e}", f"{record['images_per_second']:.1f} images/s"]
     steps = record["steps"] - record["step"]
-    if record["phase"] == JOINT:
-        steps += scoring_steps
     parts.append(f"{steps * record['step_seconds'] / 60:.0f} min left")
     waited = record["data_wait"] / record["seconds"]
     if waited > 0.1:

@@ -5,7 +5,7 @@ bundle's towers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,20 +17,18 @@ from edje_index.training.batches import BatchSource
 from edje_index.training.config import TrainSettings, validated
 from edje_index.training.dataset import (
     CaptionedRows,
-    StoredFeatures,
     TrainingData,
     prepare_captions,
     read_captioned_rows,
 )
-from edje_index.training.loop import TrainTask, total_steps
+from edje_index.training.loop import TrainTask
 from edje_index.training.start import make_start
-from edje_index.training.workers import WorkerGroup
+from edje_index.training.workers import ALONE, WorkerGroup
 from pipelines.jobs.snapshots import set_columns
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
 from tests.conftest import write_random_index
 
-ALONE = WorkerGroup()
 IMAGES = 24
 SETTINGS = {
     "inputs__index": "data.edje",
@@ -69,7 +67,7 @@ class Case:
 
     @property
     def data(self) -> TrainingData:
-        return TrainingData.open(self.folder / "train.npy", self.items)
+        return TrainingData(self.items)
 
     def texts(self) -> list[str]:
         return [text for each in self.items.captions(0, IMAGES) for text in each]
@@ -94,24 +92,17 @@ class Case:
         start = run_dir / "start"
         if not start.exists():
             make_start(config.architecture, config.loop.seed, self.bundle).save(start)
-        for name in ("train.npy", "dev.npy") if dev else ("train.npy",):
-            if not (run_dir / name).exists():
-                (run_dir / name).symlink_to(self.folder / "train.npy")
-        steps = total_steps(config.loop, len(self.data.records))
         dev_items = self.items if dev else None
-        return TrainTask(config, "run", start, self.items, steps, dev=dev_items)
+        return TrainTask(config, "run", start, self.items, dev_items)
 
     def source(self, rank: int = 0, world: int = 1, **settings: object) -> BatchSource:
         bundle = ModelBundle.load(self.bundle)
         return BatchSource(
             self.data,
-            StoredFeatures(self.items.index),
             bundle.joint.tokenizer,
             4,
             self.config(**settings),
-            rank,
-            world,
-            self.config(**settings).run.chunk_pairs or 64,
+            WorkerGroup(rank, world),
         )
 
 
@@ -126,8 +117,9 @@ def prepare(
 ) -> bool:
     """Prepare the captions of `case` on the CPU."""
     device = torch.device("cpu")
+    items = replace(case.items, path=path)
     return prepare_captions(
-        path, case.items, case.bundle, miner, device, group, should_stop, on_shard
+        items, case.bundle, miner, device, group, should_stop, on_shard
     )
 
 
@@ -159,7 +151,8 @@ def captioned_index(
 @pytest.fixture(scope="session")
 def case(tmp_path_factory, tiny_bundle):
     folder = tmp_path_factory.mktemp("training")
-    items, *_ = read_captioned_rows(captioned_index(folder / "data.edje", captions()))
+    index = captioned_index(folder / "data.edje", captions())
+    items, *_ = read_captioned_rows(index, folder / "train.npy")
     made = Case(folder, tiny_bundle, items)
     assert prepare(folder / "train.npy", made)
     return made

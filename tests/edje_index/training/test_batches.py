@@ -10,7 +10,6 @@ import torch
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.training.batches import (
-    Sampler,
     mask_captions,
     masked_targets,
     text_rows,
@@ -59,7 +58,7 @@ def rows_of(batch, source, patches, *, teacher=False):
 
     `patches` are those of the images of all workers.
     """
-    store = TokenStore.open(source.features.index.root)
+    store = TokenStore.open(source.data.items.index.root)
     blocks = {store.fetch([row]).tobytes(): row for row in range(len(store))}
     patches = patches.view(torch.int16).numpy()
     sep = source.tokenizer.special_id("sep_token")
@@ -89,7 +88,7 @@ def test_a_batch_holds_positives_negatives_and_masked_rows_in_their_order(
     batch = source.joint(5)
     k = 2
     data = source.data
-    own_images, own_captions = Sampler(data, 8, 0).pairs(5)
+    own_images, own_captions = source.pairs(5)
     caption_of = {
         tuple(data.caption(caption)): data.items.rows[image]
         for caption, image in zip(own_captions, own_images, strict=True)

@@ -81,7 +81,7 @@ def test_evaluations_do_not_change_what_is_trained(case, everything, tmp_path):
 def setting(case):
     bundle = make_start(case.config().architecture, 0, case.bundle)
     bundle.joint.eval()
-    return bundle, (case.items, case.folder / "train.npy")
+    return bundle, case.data
 
 
 def test_recalls_are_those_of_the_plain_computation(case, setting):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edje_index.training.batches import Sampler, hard_negatives
+from edje_index.training.batches import hard_negatives
 from storage_formats.errors import UsageError
 from storage_formats.reading.embeddings import read_embeddings
 
@@ -25,9 +25,9 @@ def test_negatives_are_the_top_k_of_the_published_sampling(case, seed, count):
     source = case.source(negatives__count=count, loop__seed=seed, loop__batch_size=12)
     # each photo has two images
     items = replace(source.data.items, photos=source.data.items.photos // 2)
-    data = replace(source.data, items=items)
-    source = replace(source, data=data)
-    images, captions = Sampler(data, 12, seed).pairs(seed)
+    data = source.data
+    data.items = items
+    images, captions = source.pairs(seed)
     drawn = source.negatives(images, captions)
     texts, photos = (
         array.astype(np.float64).tolist()

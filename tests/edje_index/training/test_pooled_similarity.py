@@ -76,7 +76,7 @@ def test_it_tells_whose_caption_it_is(case):
     bundle = replace(bundle, pooled=fitted, info=None)
     with torch.no_grad():
         tokens = trained_part(bundle.adapter)(
-            source.features.fetch(data.items.rows).float()
+            source.data.features.fetch(data.items.rows).float()
         ).bfloat16()
     numbers = [data.caption(at) for at in data.items.caption_starts[:-1]]
     texts = [bundle.joint.tokenizer.tokenizer.decode(ids) for ids in numbers]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,13 +18,15 @@ from edje_index.training import dataset
 from edje_index.training.batches import text_rows
 from edje_index.training.dataset import (
     TrainingData,
+    open_same_images,
     read_captioned_rows,
-    rows_of_contents,
 )
 from edje_index.training.workers import WorkerGroup
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.reading.embeddings import read_embeddings
 from tests.edje_index.training.conftest import IMAGES, captioned_index, prepare
+
+FILE = Path("train.npy")
 
 
 def test_the_images_are_the_indexed_rows_with_captions(tmp_path):
@@ -36,20 +39,22 @@ def test_the_images_are_the_indexed_rows_with_captions(tmp_path):
         split=["train", "restval", "train", "train", "train", "dev", None],
         image_id=["x", "x", None, None, None, "x", None],
     )
-    items, hashes, left_out = read_captioned_rows(index)
+    items, hashes, left_out = read_captioned_rows(index, FILE)
     assert items.rows.tolist() == [2, 3, 7, 8]
     assert items.photos.tolist() == [2, 2, 2, 8]
     assert items.captions(0, 4) == [["a dog"], ["a cat"], ["a"], ["b"]]
     assert items.caption_starts.tolist() == [0, 1, 2, 3, 4]
     assert left_out == {"duplicate": 1, "no-caption": 3, "truncated": 1}
-    assert read_captioned_rows(index, "train")[0].rows.tolist() == [2, 3]
+    assert read_captioned_rows(index, FILE, "train")[0].rows.tolist() == [2, 3]
     with pytest.raises(UsageError, match="no images with captions of the split 'b'"):
-        read_captioned_rows(index, "b")
+        read_captioned_rows(index, FILE, "b")
     other = captioned_index(tmp_path / "other.edje", captions)
-    assert rows_of_contents(other, hashes[::-1]).tolist() == [8, 7, 3, 2]
+    assert open_same_images(str(other.root), hashes[::-1])[1].tolist() == [8, 7, 3, 2]
     with pytest.raises(UsageError, match=r"data\.edje lacks 1 training images"):
-        rows_of_contents(index, [*hashes, read_captioned_rows(other)[1][3]])
-    assert items.digest != read_captioned_rows(other)[0].digest
+        open_same_images(
+            str(index.root), [*hashes, read_captioned_rows(other, FILE)[1][3]]
+        )
+    assert items.digest != read_captioned_rows(other, FILE)[0].digest
 
 
 def check_equal(one: TrainingData, other: TrainingData) -> None:
@@ -97,10 +102,10 @@ def test_captions_are_cleaned_and_cut_as_published(case, tmp_path):
     texts = ["A DOG, running - in_the Snow!", "word " * 30 + "dog " * 80]
     cleaned = [canonicalize_text(basic_clean(text)) for text in texts]
     index = captioned_index(tmp_path / "data.edje", [[text] for text in texts])
-    items = read_captioned_rows(index)[0]
+    items = read_captioned_rows(index, tmp_path / "train.npy")[0]
     changed = replace(case, bundle=tmp_path / "model", items=items)
     assert prepare(tmp_path / "train.npy", changed, miner=case.bundle)
-    data = TrainingData.open(tmp_path / "train.npy", items)
+    data = TrainingData(items)
     towers = ModelBundle.load(case.bundle).text
     for embeddings in (
         data.records["embedding"],
@@ -157,7 +162,7 @@ def test_several_workers_and_another_mining_model_give_the_same_data(
     for worker in workers:
         worker.join()
     assert done == [True] * 3
-    data = TrainingData.open(tmp_path / "train.npy", case.items)
+    data = TrainingData(replace(case.items, path=tmp_path / "train.npy"))
     check_equal(case.data, data)
     assert "mining" in data.records.dtype.names
     assert [path.name for path in tmp_path.iterdir()] == ["train.npy"]
@@ -174,7 +179,7 @@ def test_a_stopped_preparation_resumes_after_its_finished_shards(
     assert not prepare(data, case, should_stop=lambda: len(finished) == 4, **options)
     assert prepare(data, case, **options)
     assert finished == [(number, 5) for number in range(1, 6)]
-    check_equal(case.data, TrainingData.open(data, case.items))
+    check_equal(case.data, TrainingData(replace(case.items, path=data)))
     assert prepare(data, case, should_stop=lambda: True), (
         "finished data need no preparation"
     )
@@ -194,4 +199,4 @@ def test_a_damaged_shard_is_found_and_prepared_again(case, tmp_path, small_shard
     with pytest.raises(CorruptIndexError, match=r"0005.npy was damaged; train again"):
         prepare(data, case)
     prepare(data, case)
-    check_equal(case.data, TrainingData.open(data, case.items))
+    check_equal(case.data, TrainingData(replace(case.items, path=data)))
