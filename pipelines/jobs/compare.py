@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import pickle
 import sqlite3
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -145,6 +146,7 @@ _SCHEMA = """CREATE TABLE rows(
     row_id INTEGER PRIMARY KEY, name BLOB, hash BLOB, failed_for TEXT,
     duplicate_of INTEGER, metadata BLOB, state INTEGER
 );
+CREATE TABLE given(row_id INTEGER PRIMARY KEY, metadata BLOB);
 """
 _HAS_TOKENS = "failed_for IS NULL AND duplicate_of IS NULL"
 # Selects the first free row with the name of an input. If `any_content` is false, the
@@ -325,8 +327,6 @@ def compare_sources(
     unread = 0
     first_unread = ""
     stored_values = CollectedColumns(index.spec.shard_size, columns.values())
-    # New values of the columns of rows, by row id
-    new_values: NewValues = {}
 
     def compare_values(ref: InputRef, row: _Row) -> None:
         """Note the column values of `ref` if they differ from those of `row`."""
@@ -337,7 +337,9 @@ def compare_sources(
                 unread += 1
                 first_unread = first_unread or ref.uri
             else:
-                new_values[row.row_id] = {**dict.fromkeys(columns), **given}
+                database.execute(
+                    "INSERT INTO given VALUES(?, ?)", [row.row_id, pickle.dumps(given)]
+                )
 
     listing = Listing(sources, on_event, should_stop)
     inputs = unreachable = 0
@@ -447,10 +449,8 @@ def compare_sources(
     cut_off = array("q")
     repeated = held_tokens = lost = 0
     for ref, row in left:
-        if row is not None:
-            if row.row_id in kept_duplicates:
-                continue
-            new_values.pop(row.row_id, None)
+        if row is not None and row.row_id in kept_duplicates:
+            continue
         row = row or find(ref, any_content=True)
         if row is not None:
             mark(row, _REPLACED)
@@ -536,12 +536,7 @@ def compare_sources(
         failed=failed,
         replaced=len(row_ids(f"{gone} AND {_HAS_TOKENS}")) - held_tokens,
         stay_deleted=stay_deleted,
-        values=(
-            {row_id: new_values[row_id] for row_id in of_shard}
-            for _, of_shard in itertools.groupby(
-                sorted(new_values), lambda row_id: row_id // index.spec.shard_size
-            )
-        ),
+        values=_given_values(index, database),
         changed=changed,
         retried=len(retried),
         source_values=source_values,
@@ -597,6 +592,26 @@ def _typed(
         else value
         for name, value in values.items()
     }
+
+
+def _given_values(
+    index: CommittedIndex, database: sqlite3.Connection
+) -> Iterator[NewValues]:
+    """Yield the column values that the sources gave to kept rows, one shard at a
+    time.
+    """
+    columns = [column.name for column in index.manifest.columns]
+    lines = database.execute(
+        "SELECT row_id, given.metadata FROM given JOIN rows USING (row_id)"
+        f" WHERE state = {_KEPT} ORDER BY row_id"
+    )
+    size = index.spec.shard_size
+    for _, of_shard in itertools.groupby(lines, lambda line: line[0] // size):
+        # Unpickling is safe: this process has written the database.
+        yield {
+            row_id: {**dict.fromkeys(columns), **pickle.loads(given)}
+            for row_id, given in of_shard
+        }
 
 
 def _refuse_hidden_rows(
