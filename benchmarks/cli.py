@@ -66,7 +66,7 @@ def make_synthetic(
     spec = IndexSpec(rows, SHARD_SIZE, (64, 384), embed_dim=384, precisions=names)
     write(out, spec)
     value = {"index": str(out), "rows": rows, "shards": spec.shards}
-    print_result(value, f"{rows} rows in {spec.shards} shards")
+    print_result(value)
 
 
 @command(
@@ -260,7 +260,7 @@ def paper(
     reports = run_experiments(names, study)
     if not listing:
         tables = map(table_lines, reports.values())
-        print_result(reports, *(line for lines in tables for line in (*lines, "")))
+        print_result(reports, (line for lines in tables for line in (*lines, "")))
     states = {report["state"] for report in reports.values()}
     return int(not listing and states == {"needs data"})
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pipelines.cli.command import Job, command
 from pipelines.cli.output import note
-from pipelines.progress.wording import busy_text, by_reason, counted, human_bytes
-from storage_formats.remote.urls import IndexLocation
+from pipelines.progress.wording import counted
 
 if TYPE_CHECKING:
     from pipelines.jobs.build import BuildResult
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     memory=None,
     precisions="--precision",
 )
-def build(job: Job) -> Iterator[str]:
+def build(job: Job) -> None:
     """Build a new index of the images in every SOURCE.
 
     A SOURCE is a directory, an archive (tar, zip), a Parquet file of images, an image
@@ -53,66 +51,21 @@ def build(job: Job) -> Iterator[str]:
       edje-index build clips --out clips.edje --model model --frames 8
     """
     from pipelines.jobs.hub import find_model
-    from pipelines.jobs.resources import described
 
-    result = job.run(model=find_model(str(job.given["model"]), note))
-    out = job.given["out"]
-    if result.estimate is not None:
-        needs = result.estimate
-        shards = counted(result.shards, "shard")
-        if needs["finished_shards"]:
-            shards += f", {needs['finished_shards']:,} finished"
-        yield (
-            f"{out}: {counted(result.inputs, 'input')} = {result.indexed:,} to encode +"
-            f" {result.duplicates:,} duplicates + {result.failed:,} that cannot be read"
-        )
-        yield f"{out}: {counted(result.rows, 'row')} in {shards}"
-        yield (
-            f"{out}: disk {described(needs['disk_bytes'])};"
-            f" {human_bytes(needs['free_disk_bytes'])} free"
-        )
-        yield (
-            f"{out}: memory at least {described(needs['memory_bytes'])};"
-            f" {human_bytes(needs['free_memory_bytes'])} available"
-        )
-        return
-    if result.already_finished:
-        yield f"{out} is already finished; nothing was done"
-    yield (
-        f"{out}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed +"
-        f" {result.duplicates:,} duplicates + {result.failed:,} failed, in"
-        f" {counted(result.shards, 'shard')}"
-    )
-    speed = f"{result.seconds:.1f} s"
-    if result.images_per_second:
-        speed += (
-            f", {result.images_per_second:.1f} images/s, bottleneck"
-            f" {result.bottleneck or 'none'}"
-        )
-        speed += f" ({busy_text(result.busy)})" if result.busy else ""
-    if not result.already_finished:
-        yield speed
-    _note_failures(result, out)
-    if result.truncated:
-        note(
-            f"{counted(result.truncated, 'truncated image')} indexed, but decoded only"
-            " in part"
-        )
+    _note_failures(job, job.run(model=find_model(str(job.given["model"]), note)))
 
 
-def _note_failures(result: BuildResult, index: IndexLocation) -> None:
-    if result.failed:
-        reasons = by_reason(result.failed_by_reason)
-        note(
-            f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index"
-            f" failures {index}' lists them"
-        )
+def _note_failures(job: Job, result: BuildResult) -> None:
+    if result.failed and not result.dry_run:
+        index = job.given.get("out") or job.given["index"]
+        failed = counted(result.failed, "input")
+        note(f"{failed} failed; 'edje-index failures {index}' lists them")
 
 
 @command(
     "pipelines.jobs.update:append_index", resume="index", workers=None, address=None
 )
-def append(job: Job) -> Iterator[str]:
+def append(job: Job) -> None:
     """Add the images of every SOURCE to INDEX.
 
     'edje-index build --help' describes SOURCE. New rows are encoded with the settings
@@ -126,21 +79,13 @@ def append(job: Job) -> Iterator[str]:
       edje-index append photos.edje photos/2026
       edje-index append cc3m.edje 'cc3m/{00332..00340}.tar' --engine inline
     """
-    result = job.run()
-    index = job.given["index"]
-    at = "" if result.first_row is None else f" (row ids from {result.first_row:,})"
-    yield (
-        f"{index}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed{at} +"
-        f" {result.duplicates:,} duplicates + {result.failed:,} failed, in"
-        f" {counted(result.shards, 'new shard')}; {result.seconds:.1f} s"
-    )
-    _note_failures(result, index)
+    _note_failures(job, job.run())
 
 
 @command(
     "pipelines.jobs.update:update_index", resume="index", workers=None, address=None
 )
-def update(job: Job) -> Iterator[str]:
+def update(job: Job) -> None:
     """Add, replace and delete rows so that INDEX matches its sources.
 
     Without SOURCE, the command uses the sources recorded in INDEX. If you give SOURCE,
@@ -166,30 +111,7 @@ def update(job: Job) -> Iterator[str]:
       edje-index update photos.edje
       edje-index update photos.edje --retry-failed
     """
-    result = job.run()
-    index = job.given["index"]
-    done = f"{counted(result.deleted, 'row')} deleted; {result.seconds:.1f} s"
-    if result.dry_run:
-        done = (
-            f"would add {counted(result.rows, 'row')} and delete"
-            f" {counted(result.deleted, 'row')}"
-        )
-    stay_deleted = ""
-    if result.stay_deleted:
-        stay_deleted = f" + {result.stay_deleted:,} that stay deleted (see --restore)"
-    if result.moved:
-        done = f"{result.moved:,} moved; {done}"
-    if result.edited:
-        rows = counted(result.edited, "unchanged photo")
-        done = f"columns of {rows} changed; {done}"
-    yield (
-        f"{index}: {counted(result.inputs, 'input')} = {result.unchanged:,} unchanged +"
-        f" {result.new:,} new + {result.changed:,} changed + {result.duplicates:,}"
-        f" duplicates + {result.failed:,} failed{stay_deleted};"
-        f" {result.vanished:,} vanished; {done}"
-    )
-    if not result.dry_run:
-        _note_failures(result, index)
+    _note_failures(job, job.run())
 
 
 @command(
@@ -197,7 +119,7 @@ def update(job: Job) -> Iterator[str]:
     out="--out",
     precisions="--precision",
 )
-def import_arrays(job: Job) -> Iterator[str]:
+def import_arrays(job: Job) -> None:
     """Make an index from arrays of tokens and embeddings that your own encoder
     computed, or append such arrays to the index.
 
@@ -220,12 +142,3 @@ def import_arrays(job: Job) -> Iterator[str]:
         --out pages.edje --encoder colpali-v1.3
       edje-index import-arrays more.npy embeddings2.npy --out pages.edje --append
     """
-    result = job.run()
-    m, d = result.block_shape
-    first = f" from row {result.first_row:,} on" if result.first_row else ""
-    yield (
-        f"{job.given['out']}: {counted(result.rows, 'row')} of {m} x {d} tokens in"
-        f" {counted(result.shards, 'shard')}{first}, {result.seconds:.1f} s"
-    )
-    for name, size in result.bytes_per_image.items():
-        yield f"{name:6} {size:7,} bytes per row"

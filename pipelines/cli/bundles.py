@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from edje_index.scoring.weights import DIRECTIONS, EMBEDDING
+from edje_index.scoring.weights import DIRECTIONS
 from pipelines.cli.command import Job, command
-from pipelines.cli.output import note, print_result
+from pipelines.cli.output import note
+from storage_formats.atomic import Json
 
 if TYPE_CHECKING:
     from edje_index.bundles.info import BundleInfo
@@ -25,21 +24,8 @@ def model() -> None:
     """
 
 
-def report_bundle(job: Job, info: BundleInfo) -> Iterator[str]:
-    """Make a summary of a new bundle the result of `job`, and yield it as text."""
-    m, d = info.block_shape
-    job.result = {
-        "bundle": str(info.path),
-        "vision": info.vision_name,
-        "fingerprint": info.fingerprint,
-        "trained": info.trained,
-    }
-    untrained = "" if info.trained else ", untrained"
-    yield f"{info.path}: {info.vision_name}, {m} x {d} tokens per image{untrained}"
-
-
 @command("pipelines.jobs.hub:get_model", out="--out", is_list="--list")
-def get(job: Job, *, is_list: bool = False) -> Iterator[str]:
+def get(job: Job, *, is_list: bool = False) -> None:
     """Write the model NAME to a new directory.
 
     NAME is 'edje' (the trained model of the EDJE paper's authors), 'siglip2-base' or
@@ -74,28 +60,14 @@ def get(job: Job, *, is_list: bool = False) -> Iterator[str]:
     from pipelines.jobs.hub import describe_models
 
     if is_list:
-        models = list(describe_models())
-        job.result = {"models": models}
-        for each in models:
-            size = "size unknown"
-            if each["megabytes"] is not None:
-                size = f"{each['megabytes']:,.0f} MB"
-            origin = "Hub" if each["needs_hub"] else "no Hub"
-            licence = each["licence"] or "licence unknown"
-            yield (
-                f"{each['name']:<14}{size:>13}  {origin:<7} {licence:<28}"
-                f" {each['purpose']}"
-            )
-        return
-    yield from report_bundle(job, job.run())
+        job.result = {"models": list(describe_models())}
+    else:
+        job.result = describe_bundle(job.run())
 
 
-def show_bundle(bundle: Path) -> None:
-    """Print what the model bundle `bundle` contains."""
-    from edje_index.bundles.info import read_bundle_info
-
-    info = read_bundle_info(bundle)
-    record: dict[str, Any] = {
+def describe_bundle(info: BundleInfo) -> Json:
+    """Return a JSON object that describes a model bundle."""
+    return {
         "bundle": str(info.path),
         "vision": info.vision_name,
         "image_size": list(info.vision["image_size"]),
@@ -114,22 +86,6 @@ def show_bundle(bundle: Path) -> None:
         "notes": info.notes,
         "origins": dict(info.origins),
     }
-    scores = "; ".join(
-        f"{direction}: {text}" for direction, text in record["score"].items()
-    )
-    trained = "yes" if info.trained else "no: random weights"
-    used = {part for part, weight in info.score.t2i.by_part().items() if weight}
-    if info.trained and used == {EMBEDDING}:
-        trained = "the towers alone; searches are by embedding"
-    shown = {**record, "score": scores, "trained": trained, **info.origins}
-    del shown["weights"]
-    del shown["origins"]
-    lines = []
-    for name, value in shown.items():
-        text = " x ".join(map(str, value)) if isinstance(value, list) else str(value)
-        if value is not None:
-            lines.append(f"{name.replace('_', ' '):<21}{text}")
-    print_result(record, *lines)
 
 
 @command(
@@ -138,7 +94,7 @@ def show_bundle(bundle: Path) -> None:
     seed=None,
     sizes=None,
 )
-def init_model(job: Job) -> Iterator[str]:
+def init_model(job: Job) -> None:
     """Write a model bundle with random weights to the new directory OUT.
 
     The model has the size of a trained model, so commands take as long as with a
@@ -148,12 +104,11 @@ def init_model(job: Job) -> Iterator[str]:
     Example:
       edje-index model init model
     """
-    info = job.run()
+    job.result = describe_bundle(job.run())
     note(
         "note: the weights of this model are untrained; the order of search results"
         " will have no meaning"
     )
-    yield from report_bundle(job, info)
 
 
 @command(
@@ -161,7 +116,7 @@ def init_model(job: Job) -> Iterator[str]:
     kind="--adapter",
     tokens="--tokens",
 )
-def features(job: Job) -> Iterator[str]:
+def features(job: Job) -> None:
     """Write a model bundle that stores the features of the vision tower of the bundle
     TOWERS to the new directory OUT.
 
@@ -172,7 +127,7 @@ def features(job: Job) -> Iterator[str]:
       edje-index model features clip features
       edje-index model features clip reduced --adapter strided --tokens 64
     """
-    yield from report_bundle(job, job.run())
+    job.result = describe_bundle(job.run())
 
 
 @command(
@@ -183,7 +138,7 @@ def features(job: Job) -> Iterator[str]:
     tokenizer_dir=None,
     text_tokenizer_dir=None,
 )
-def import_checkpoint(job: Job) -> Iterator[str]:
+def import_checkpoint(job: Job) -> None:
     """Convert a trained EDJE model into a bundle.
 
     CHECKPOINT is a file, a directory or hf://ORG/REPO[@REVISION], with the weights that
@@ -198,7 +153,7 @@ def import_checkpoint(job: Job) -> Iterator[str]:
       edje-index model import downloaded-repository --out model
       edje-index model import hf://shahafw/edje-vl-image-retrieval-reranker --out model
     """
-    yield from report_bundle(job, job.run(vision=job.given.get("vision")))
+    job.result = describe_bundle(job.run(vision=job.given.get("vision")))
 
 
 for each in (get, init_model, features, import_checkpoint):

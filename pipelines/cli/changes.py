@@ -4,7 +4,7 @@ merge indexes, add precisions, check and repair files, and list snapshots.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipelines.cli.bundles import report_bundle
+from pipelines.cli.bundles import describe_bundle
 from pipelines.cli.command import Job, command
-from pipelines.cli.output import note, print_result, run_job, wants_json
-from pipelines.progress.wording import counted, human_bytes
+from pipelines.cli.output import note, print_result, run_job
 from storage_formats.errors import UsageError
 from storage_formats.remote.urls import IndexLocation, hub_kind
 
@@ -23,12 +22,10 @@ if TYPE_CHECKING:
     from edje_index.progress import OnProgress
     from storage_formats.format.file_check import Problem
 
-_SHOWN = 10
-
 
 # An erasure that stops between its steps has no journal.
 @command("pipelines.jobs.snapshots:delete_rows", resume="erase index", rows="--rows")
-def delete(job: Job) -> Iterator[str]:
+def delete(job: Job) -> None:
     """Delete rows of INDEX.
 
     Deleted rows are no longer searched, fetched or evaluated. The other rows keep their
@@ -47,19 +44,6 @@ def delete(job: Job) -> Iterator[str]:
       edje-index delete photos.edje --where "licence is null or width < 100" --dry-run
       edje-index delete photos.edje --where "uri like '%/jane-doe/%'" --erase
     """
-    result = job.run()
-    would = "would be " if result.dry_run else ""
-    line = f"{job.given['index']}: {counted(len(result.deleted), 'row')} {would}deleted"
-    if result.deleted:
-        named = ", ".join(map(str, result.deleted[:_SHOWN]))
-        if len(result.deleted) > _SHOWN:
-            named += f" and {len(result.deleted) - _SHOWN:,} more"
-        line += f" ({named})"
-    if result.already_deleted:
-        line += f", {result.already_deleted:,} were deleted before"
-    if job.given["erase"]:
-        line += f", {result.erased:,} {would}erased"
-    yield f"{line}; {result.left:,} left"
 
 
 @command(settings="--set", unset="--unset")
@@ -124,19 +108,11 @@ def edit(
         unset=unset,
         similar_names=new_column,
     )
-    names = ", ".join(result.columns)
-    line = f"{index}: {counted(result.values, 'value')} of {names} set"
-    if not result.values:
-        line = f"{index}: no row has other values; nothing to do"
-    elif result.rows > 1:
-        line += f" in {counted(result.rows, 'row')}"
-    if result.new_columns:
-        line += f"; new column: {', '.join(result.new_columns)}"
-    print_result(result, line)
+    print_result(result)
 
 
 @command("pipelines.jobs.copy:compact_index", resume="out", out="--out")
-def compact(job: Job) -> Iterator[str]:
+def compact(job: Job) -> None:
     """Copy INDEX without its deleted rows to a new index.
 
     The rows get new ids, which count from 0, and shards that are not full are joined.
@@ -149,16 +125,10 @@ def compact(job: Job) -> Iterator[str]:
     Example:
       edje-index compact photos.edje --out dense.edje
     """
-    result = job.run()
-    yield (
-        f"{job.given['out']}: {counted(result.rows, 'row')} in"
-        f" {counted(result.shards, 'shard')}, {result.removed:,} deleted left out,"
-        f" {result.seconds:.1f} s"
-    )
 
 
 @command("pipelines.jobs.copy:merge_indexes", resume="out", out="--out")
-def merge(job: Job) -> Iterator[str]:
+def merge(job: Job) -> None:
     """Copy several indexes of the same model into one new index.
 
     All indexes must have the same precisions. Tokens and embeddings are copied, so the
@@ -173,16 +143,6 @@ def merge(job: Job) -> Iterator[str]:
     Example:
       edje-index merge 2024.edje 2025.edje --out photos.edje
     """
-    result = job.run()
-    for each in result.inputs:
-        yield (
-            f"{each['index']}: {counted(each['rows'], 'row')}, {each['duplicates']:,}"
-            " duplicates left out"
-        )
-    yield (
-        f"{job.given['out']}: {counted(result.rows, 'row')} in"
-        f" {counted(result.shards, 'shard')}, {result.seconds:.1f} s"
-    )
 
 
 @command(
@@ -191,7 +151,7 @@ def merge(job: Job) -> Iterator[str]:
     rows="--rows",
     snapshot=None,
 )
-def copy(job: Job) -> Iterator[str]:
+def copy(job: Job) -> None:
     """Copy INDEX to OUT, and check every file with its checksum.
 
     INDEX and OUT are directories or URLs. A URL begins with s3://, gs://, az:// or
@@ -238,19 +198,11 @@ def copy(job: Job) -> Iterator[str]:
                 "a model is copied as a whole: use no option that selects a part of an"
                 " index"
             )
-        bundle = run_job(copy_model, index, out, resume=True)
-        yield from report_bundle(job, bundle)
-        return
-    result = job.run()
-    copied = counted(result.copied_files, "file")
-    yield (
-        f"{out}: snapshot {result.snapshot} in {counted(result.files, 'file')}; copied"
-        f" {copied}, {human_bytes(result.copied_bytes)}, {result.seconds:.1f} s"
-    )
+        job.result = describe_bundle(run_job(copy_model, index, out, resume=True))
 
 
 @command("pipelines.jobs.repair:repair_index")
-def repair(job: Job) -> Iterator[str]:
+def repair(job: Job) -> None:
     """Rebuild damaged or missing files of INDEX from its other files, or from the
     images.
 
@@ -266,19 +218,11 @@ def repair(job: Job) -> Iterator[str]:
     Example:
       edje-index repair photos.edje
     """
-    result = job.run()
-    job.exit_code = int(bool(result.left))
-    for problem in result.left:
-        note(f"{problem.path}: {problem.message}")
-    for file in result.repaired:
-        yield f"{file.path}: repaired from {file.source}"
-    left = counted(len(result.left), "problem") if result.left else "no problem"
-    repaired = counted(len(result.repaired), "file")
-    yield f"{job.given['index']}: {repaired} repaired, {left} left"
+    job.exit_code = int(bool(job.run().left))
 
 
 @command("pipelines.jobs.snapshots:history")
-def history(job: Job) -> Iterator[str]:
+def history(job: Job) -> None:
     """List the snapshots of INDEX, oldest first. The last snapshot is the current one.
 
     INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
@@ -294,21 +238,10 @@ def history(job: Job) -> Iterator[str]:
     """
     snapshots = job.run()
     job.result = {**job.given, "snapshots": [*map(asdict, snapshots)]}
-    for snapshot in snapshots:
-        line = (
-            f"{snapshot.snapshot:>4}  {snapshot.kind:<9} {snapshot.created or '':<26}"
-            f" {counted(snapshot.rows, 'row')}, {snapshot.deleted:,} deleted"
-        )
-        details = ", ".join(
-            f"{name} {value}"
-            for name, value in snapshot.change.items()
-            if not isinstance(value, list)
-        )
-        yield line + f" ({details})" * bool(details)
 
 
 @command("pipelines.jobs.snapshots:roll_back")
-def rollback(job: Job) -> Iterator[str]:
+def rollback(job: Job) -> None:
     """Restore the contents that INDEX had at SNAPSHOT, a number that 'edje-index
     history' lists.
 
@@ -319,16 +252,10 @@ def rollback(job: Job) -> Iterator[str]:
     Example:
       edje-index rollback photos.edje 3
     """
-    result = job.run()
-    yield (
-        f"{job.given['index']}: snapshot {result.snapshot} has the contents of snapshot"
-        f" {job.given['snapshot']}: {counted(result.rows, 'row')}, {result.deleted:,}"
-        " deleted"
-    )
 
 
 @command("pipelines.jobs.snapshots:remove_snapshots", keep="--keep")
-def gc(job: Job) -> Iterator[str]:
+def gc(job: Job) -> None:
     """Remove the files of INDEX that no snapshot needs. With --keep, also remove old
     snapshots.
 
@@ -340,14 +267,10 @@ def gc(job: Job) -> Iterator[str]:
       edje-index gc photos.edje
       edje-index gc photos.edje --keep 1
     """
-    removal = job.run()
-    files = f"{counted(removal.files, 'file')} of {human_bytes(removal.bytes)}"
-    snapshots = counted(len(removal.snapshots), "snapshot")
-    yield f"{job.given['index']}: {snapshots} and {files} removed"
 
 
 @command("storage_formats.upgrade:upgrade_index")
-def upgrade(job: Job) -> Iterator[str]:
+def upgrade(job: Job) -> None:
     """Upgrade INDEX, which an earlier version of edje-index wrote, so that this version
     can read it.
 
@@ -359,14 +282,7 @@ def upgrade(job: Job) -> Iterator[str]:
     Example:
       edje-index upgrade photos.edje
     """
-    upgraded = job.run()
-    index = job.given["index"]
-    job.result = {"index": str(index), "upgraded": upgraded}
-    yield (
-        f"{index}: {counted(upgraded, 'snapshot')} upgraded"
-        if upgraded
-        else f"{index}: nothing to upgrade"
-    )
+    job.result = {"index": str(job.given["index"]), "upgraded": job.run()}
 
 
 @command()
@@ -392,10 +308,7 @@ def verify(index: IndexLocation) -> int:
     problems = run_job(check)
     listed = [asdict(problem) for problem in problems]
     value = {"index": str(index), "sound": not problems, "problems": listed}
-    verdict = counted(len(problems), "problem") if problems else "sound"
-    for problem in problems:
-        note(f"{problem.path}: {problem.message}")
-    print_result(value, f"{index}: {verdict}")
+    print_result(value)
     return 1 if problems else 0
 
 
@@ -434,22 +347,9 @@ def build_ann(index: IndexLocation, *, ann: str = "auto", recall: float = 0.95) 
 
     request = AnnRequest(ann, recall, usable_memory(None))
     built = run_job(add_ann, index, request).ann
+    print_result({"index": str(index), **built})
     measured = built.get("recall")
-    file_bytes = sum(file["bytes"] for file in built["files"])
-    kind = " ".join(filter(None, [built["kind"], built.get("factory")]))
-    lines = [
-        f"{index}: {kind}, {counted(built['vectors'], 'vector')},"
-        f" {human_bytes(file_bytes)}"
-    ]
-    if measured is not None:
-        lines.append(
-            f"recall@{measured['k']} {measured['value']:.3f} with {built['probes']}"
-            " lists per query"
-        )
-    files = len(built["files"])
-    value = {"index": str(index), **built, "files": files, "bytes": file_bytes}
-    print_result(value, *lines)
-    if not wants_json() and measured is not None and measured["value"] < recall:
+    if measured is not None and measured["value"] < recall:
         note(
             f"the recall is below {recall}; for a higher recall, give --ann a"
             " factory string with longer codes"
@@ -465,7 +365,7 @@ ann.add_command(build_ann)
     to="--to",
     source="--from",
 )
-def quantize(job: Job) -> Iterator[str]:
+def quantize(job: Job) -> None:
     """Add or remove precisions of the tokens in INDEX.
 
     Precisions are for example fp8, nvfp4, gauss2 (2 bits) and sign1 (1 bit); the error
@@ -482,10 +382,3 @@ def quantize(job: Job) -> Iterator[str]:
     """
     if not (job.given["to"] or job.given["drop"]):
         raise UsageError("nothing to do: give --to or --drop")
-    result = job.run()
-    for name, size in result.bytes_per_image.items():
-        new = "  (new)" if name in result.added else ""
-        yield f"{name:6} {size:7,} bytes per image{new}"
-    yield (
-        f"{job.given['index']}: {counted(result.rows, 'row')}, {result.seconds:.1f} s"
-    )

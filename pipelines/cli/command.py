@@ -156,9 +156,11 @@ def command(
 
     Args:
         target: function that the command runs, as "module:function". The decorated
-            function gets the `Job`, runs it, and yields the lines to print. Its own
-            keyword-only parameters are further options. If `target` is empty, the
-            decorated function does everything itself, and may return an exit code.
+            function gets the `Job`, and may run it and yield the lines to print. If it
+            does not run the job, the command does. If it yields no lines, the result
+            is printed. Its own keyword-only parameters are further options. If `target`
+            is empty, the decorated function does everything itself, and may return an
+            exit code.
         name: name of the command. None selects the name of the decorated function.
         resume: names of parameters. The first that has a value is passed to
             `run_job` as `resume`.
@@ -175,8 +177,10 @@ def command(
             names = inspect.signature(function).parameters
             own = {name: given.pop(name) for name in names if name in given}
             job = Job(target, resume, given)
-            lines = list(function(job, **own))
-            print_result(job.result, *lines)
+            lines = list(function(job, **own) or ())
+            if job.result is None:
+                job.run()
+            print_result(job.result, lines)
             return job.exit_code
 
         text, _, _ = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:\n")

@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.cli.command import command
-from pipelines.cli.output import print_json, print_line, print_result, wants_json
-from pipelines.progress.wording import by_reason, counted, human_bytes
+from pipelines.cli.output import (
+    describe,
+    print_json,
+    print_line,
+    print_result,
+    wants_json,
+)
 from storage_formats.atomic import Json
 from storage_formats.format.layout import Layout
 from storage_formats.remote.urls import IndexLocation
@@ -45,12 +50,13 @@ def info(index: IndexLocation) -> None:
       edje-index info model --json
     """
     if isinstance(index, Path) and (index / "bundle.json").exists():
-        from pipelines.cli.bundles import show_bundle
+        from edje_index.bundles.info import read_bundle_info
+        from pipelines.cli.bundles import describe_bundle
 
-        show_bundle(index)
+        print_result(describe_bundle(read_bundle_info(index)))
         return
     value = describe_index(index)
-    print_result(value, *(f"{name:<14}{text}" for name, text in _lines(value)))
+    print_result(value, describe(_shown(value)))
 
 
 def describe_index(root: Path | str) -> Json:
@@ -203,84 +209,27 @@ def _columns(manifest: Manifest) -> list[Json]:
     ]
 
 
-def _lines(value: Json) -> Iterator[tuple[str, str]]:
-    """Yield the most important entries of `value` as (name, text) pairs."""
-    is_begun = value["state"] == "begun"
-    yield "index", value["index"]
-    yield "state", value["state"]
+def _shown(value: Json) -> Json:
+    """Return what `info` shows of a description of an index, without --json."""
+    hidden = ("settings", "plan", "ann_rebuild", "compact", "columns", "created_by")
+    shown = {name: member for name, member in value.items() if name not in hidden}
     if change := value["unfinished"]:
-        discard = "delete the directory" if is_begun else "'gc'"
-        shards = counted(change["finished_shards"], "finished shard")
-        yield (
-            "unfinished",
-            f"{change['kind']}, {shards}; run '{change['kind']}' again to finish it, or"
-            f" {discard} to discard it",
+        discard = "delete the directory" if value["state"] == "begun" else "'gc'"
+        shown["unfinished"] = (
+            f"{change['kind']}, {change['finished_shards']:,} shards finished; run"
+            f" '{change['kind']}' again to finish it, or {discard} to discard it"
         )
-    if "block_shape" not in value:
-        return
-    if is_begun:
-        finished = f"{value['finished_shards']:,} of {value['shards']:,} finished"
-        yield "shards", finished
-    else:
-        yield from _content_lines(value)
-    m, d = value["block_shape"]
-    precisions = []
-    for name in value["precisions"]:
-        *_, source = value.get("encoded_from", {}).get(name) or ["bf16"]
-        precisions.append(name if source == "bf16" else f"{name} (from {source})")
-    yield "tokens", f"{m} x {d} per image, {', '.join(precisions)}"
-    yield "embeddings", f"{value['embed_dim']} dimensions, float32"
-    model = value["model"]
-    untrained = "" if model.get("trained", True) else ", untrained"
-    name = model.get("vision") or model.get("encoder", "unknown")
-    yield "model", f"{name}{untrained}"
-    yield "", f"encoder fingerprint {model['fingerprint']}"
-
-
-def _content_lines(value: Json) -> Iterator[tuple[str, str]]:
-    """Yield the entries that `_lines` shows only for a finished index, as (name, text)
-    pairs.
-    """
-    counts = value["counts"]
-    for name in ("inputs", "indexed", "duplicates"):
-        yield name, f"{counts[name]:,}"
-    total = f"{counts['failed_total']:,}"
-    yield "failed", ", ".join(filter(None, [total, by_reason(counts["failed"])]))
-    if value["deleted"]:
-        yield "deleted", f"{value['deleted']:,}"
-    yield "shards", f"{value['shards']:,} of {value['shard_size']:,} rows each"
-    sizes = ", ".join(
-        f"{name} {human_bytes(size)}" for name, size in value["bytes_by_folder"].items()
-    )
-    yield "size", f"{human_bytes(value['bytes'])} ({sizes})"
-    for processor in value["settings"].get("encoded_on", ()):
-        yield "encoded on", processor
-    ann = value["ann"]
-    kind = " ".join(filter(None, [str(ann.get("kind")), ann.get("factory")]))
-    ann_line = (
-        f"{kind}, {counted(ann.get('vectors', 0), 'vector')} in"
-        f" {counted(len(ann.get('files', [])), 'file')}"
-    )
-    if recall := ann.get("recall"):
-        ann_line += (
-            f", recall@{recall['k']} {recall['value']:.3f} with {ann.get('probes')}"
-            " lists per query"
-        )
-    yield "search", ann_line
-    for reason in value["ann_rebuild"]:
-        yield "", f"run 'edje-index ann build': {reason}"
-    for reason in value["compact"]:
-        yield "", f"run 'edje-index compact INDEX --out NEW': {reason}"
-    history = value["history"]
-    yield "history", f"{history['snapshots']} of at most {history['most']} snapshots"
+    if value["state"] == "begun":
+        return shown
     columns = value["columns"]
-    standard = [each["name"] for each in columns if each["values"] is None]
-    yield "columns", ", ".join(standard)
-    # A column from the sources has a line of its own.
-    for each in columns:
-        if each["values"] is not None:
-            values = counted(each["values"], "value")
-            yield "", f"{each['name']} ({each['type']}), {values}"
+    return shown | {
+        "ann": {name: each for name, each in value["ann"].items() if name != "files"},
+        "columns": [each["name"] for each in columns if each["values"] is None],
+        "source columns": [each for each in columns if each["values"] is not None],
+        "encoded on": value["settings"].get("encoded_on"),
+        "run 'ann build'": value["ann_rebuild"],
+        "run 'compact'": value["compact"],
+    }
 
 
 @command()

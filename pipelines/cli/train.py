@@ -11,17 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from edje_index.scoring.weights import ScoreWeights
 from pipelines.cli.command import command
 from pipelines.cli.output import print_result, run_job
-from pipelines.progress.wording import by_reason, counted
 from storage_formats.errors import UsageError
 from storage_formats.format.index_files import open_regular
 from storage_formats.remote.urls import IndexLocation, is_url
 
 if TYPE_CHECKING:
     from edje_index.training.config import Values
-    from pipelines.jobs.training.run import TrainResult
 
 OPTIONS = {"index": "INDEX", "dev": "--dev", "out": "--out"}
 """Maps a parameter of `train` that gives the value of a setting to its name on the
@@ -93,7 +90,7 @@ def train(
     values = read_settings(preset, config_file, assignments, options)
     if show_settings:
         text = describe_settings(values)
-        print_result({"settings": text}, *text.splitlines())
+        print_result({"settings": text}, text.splitlines())
         return
     from pipelines.jobs.training.job import run_training
 
@@ -110,43 +107,7 @@ def train(
         )
         error.args = (message,)
         raise
-    print_result(result, *describe_result(result))
-
-
-def describe_result(result: TrainResult) -> list[str]:
-    """Return lines of text that describe the result of a training run."""
-    lines = []
-    if result.already_finished:
-        lines.append(f"{result.bundle} is already finished; nothing was done")
-    lines.append(
-        f"{result.bundle}: {result.steps:,} steps on {result.images:,} images with"
-        f" {result.captions:,} captions, {result.seconds:.1f} s"
-    )
-    if result.left_out:
-        total = counted(sum(result.left_out.values()), "row")
-        lines.append(f"{total} left out: {by_reason(result.left_out)}")
-    if skipped := result.last.get("skipped"):
-        lines.append(f"{counted(skipped, 'step')} skipped without a finite gradient")
-    lines += [
-        f"{direction} score: {ScoreWeights.from_json(values).described()}"
-        for direction, values in result.score.items()
-    ]
-    # `candidates` is "images" or "captions", and the queries are of the other kind.
-    for candidates, choice in (result.dev or {}).items():
-        queries = "images" if candidates == "captions" else "captions"
-        held_out = choice["held_out_recall"]
-        cross_validated = (
-            ""
-            if held_out is None
-            else f"final {held_out:.1%} with weights fitted to other images, "
-        )
-        lines.append(
-            f"R@1 of {candidates} for {choice['queries']:,} dev {queries}, pool"
-            f" {choice['pool']}: embeddings {choice['embedding_recall']:.1%},"
-            f" {cross_validated}{choice['recall']:.1%} with weights fitted to the same"
-            " images"
-        )
-    return lines
+    print_result(result)
 
 
 def read_settings(

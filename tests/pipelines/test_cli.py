@@ -229,7 +229,7 @@ def test_show_explains_a_bundle(capsys):
     bundle = REPO / "tests/golden/release_0_1/model"
     assert main(["info", str(bundle)]) == 0
     shown = capsys.readouterr().out
-    assert "block shape          4 x 16\n" in shown
+    assert "block shape          4, 16\n" in shown
     assert "None" not in shown
     assert main(["info", str(bundle), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)

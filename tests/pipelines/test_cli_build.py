@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -61,7 +62,7 @@ def test_a_build_accounts_for_every_input(run, build, index):
     assert result["already_finished"] is False
     assert "ignored 1 other file: .txt 1" in err
     assert result["ignored"] == {".txt": 1}
-    assert "1 input failed: not-an-image 1" in err
+    assert f"1 input failed; 'edje-index failures {index}' lists" in err
     assert not Directory(index).journal.exists()
     rows = read_rows(index).to_pylist()
     assert [row["status"] for row in rows].count("indexed") == 8
@@ -95,7 +96,7 @@ def test_failures_lists_each_failed_input_with_its_reason(run, build, index, pho
 
 def test_truncated_images_are_loaded_on_request_and_counted(run, build, index, photos):
     (photos / "08.jpg").write_bytes((photos / "08.jpg").read_bytes()[:-300])
-    code, out, err = run(*build, "--truncated", "load", "--json")
+    code, out, _ = run(*build, "--truncated", "load", "--json")
     assert code == 0
     result = json.loads(out)
     assert (result["indexed"], result["truncated"], result["failed_by_reason"]) == (
@@ -103,7 +104,6 @@ def test_truncated_images_are_loaded_on_request_and_counted(run, build, index, p
         1,
         {"not-an-image": 1},
     )
-    assert "1 truncated image indexed, but decoded only in part" in err
     row = read_rows(index, [8]).to_pylist()[0]
     assert (row["status"], row["reason"], row["width"] > 0) == ("indexed", None, True)
     assert "truncated" in row["detail"]
@@ -119,7 +119,7 @@ def test_the_same_command_again_does_nothing_and_says_so(run, build, index):
     before = {path: path.stat().st_mtime_ns for path in index.rglob("*")}
     code, out, _ = run(*build)
     assert code == 0
-    assert "is already finished; nothing was done" in out
+    assert re.search("already finished +yes", out)
     assert json.loads(run(*build, "--json")[1])["already_finished"] is True
     assert {path: path.stat().st_mtime_ns for path in index.rglob("*")} == before
 
@@ -238,7 +238,7 @@ def test_info_of_a_begun_and_of_a_finished_index(run, build, index, config):
         3,
     )
     assert begun["unfinished"] == {"kind": "build", "finished_shards": 1}
-    assert "1 of 3 finished" in run("info", config().out)[1]
+    assert "build, 1 shards finished" in run("info", config().out)[1]
     run(*build)
     assert json.loads(run("info", index, "--json")[1])["unfinished"] is None
     stop_after_one_shard(quantize_index, index, ["fp8"])

@@ -15,7 +15,7 @@ from edje_index.indexing.shard_encoding import ShardTask
 from edje_index.inputs.input_lists import write_input_lists
 from edje_index.inputs.refs import InputRef
 from pipelines import append_index
-from pipelines.cli.info import _lines, describe_index
+from pipelines.cli.info import _shown, describe_index
 from pipelines.engines.base import run_on_threads
 from pipelines.jobs.encode import ShardWorker
 from pipelines.jobs.plan import BuildSettings
@@ -102,8 +102,8 @@ def test_an_index_names_the_processors_of_its_tokens(config, photos, monkeypatch
     assert warnings == [
         "the last bits of the tokens differ between GPU 2 and another GPU"
     ], "once"
-    lines = [line for line in _lines(describe_index(request.out)) if "GPU" in line[1]]
-    assert lines == [("encoded on", "GPU 2"), ("encoded on", "another GPU")]
+    shown = _shown(describe_index(request.out))
+    assert shown["encoded on"] == ["GPU 2", "another GPU"]
 
 
 @pytest.fixture

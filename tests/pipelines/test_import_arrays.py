@@ -89,7 +89,7 @@ def test_other_commands_take_the_index(run, files, tmp_path, tiny_bundle):
     code, output, _ = run("info", out)
     assert code == 0
     assert "mine-1" in output
-    assert run("verify", out)[:2] == (0, f"{out}: sound\n")
+    assert run("verify", out)[:2] == (0, f"index     {out}\nsound     yes\n")
     assert run("quantize", out, "--to", "fp8")[0] == 0
     assert len(TokenStore.open(out, "fp8")) == ROWS
     code, _, message = run("search", out, "a page about boats")
