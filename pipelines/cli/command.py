@@ -100,14 +100,18 @@ def _common_option(option: str, description: str) -> click.Option:
             context.meta[option] = True
 
     return click.Option(
-        [option], is_flag=True, expose_value=False, callback=remember, help=description
+        [option],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=remember,
+        help=description,
     )
 
 
-QUIET_OPTION = _common_option(QUIET, "Show no progress.")
 COMMON_OPTIONS = [
     _common_option(JSON, "Print one JSON object on standard output."),
-    QUIET_OPTION,
+    _common_option(QUIET, "Show no progress."),
 ]
 """Options that every command has, as it has --help."""
 

@@ -7,13 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.cli.command import command
-from pipelines.cli.output import (
-    describe,
-    print_json,
-    print_line,
-    print_result,
-    wants_json,
-)
+from pipelines.cli.output import print_json, print_line, print_result, wants_json
+from pipelines.progress.wording import describe
 from storage_formats.atomic import Json
 from storage_formats.format.layout import Layout
 from storage_formats.remote.urls import IndexLocation

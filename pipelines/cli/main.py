@@ -17,9 +17,14 @@ import click
 from click.shell_completion import shell_complete
 
 from edje_index import __version__
-from pipelines.cli.command import QUIET_OPTION
+from pipelines.cli.command import COMMON_OPTIONS
 from pipelines.cli.lazy_group import LazyGroup
-from pipelines.cli.output import LOG_KEY, open_standard_streams, print_json
+from pipelines.cli.output import (
+    LOG_KEY,
+    open_standard_streams,
+    print_json,
+    wants_json,
+)
 from pipelines.collector import own_process
 from pipelines.engines.base import describe_error
 from pipelines.progress.events import INTERRUPTED
@@ -107,7 +112,7 @@ def _print_version(
 ) -> None:
     if not requested:
         return
-    if ctx.params["as_json"]:
+    if wants_json():
         from pipelines.environment import dependencies, environment
         from storage_formats.reading import engines
         from storage_formats.threads import has_bfloat16
@@ -140,16 +145,6 @@ def _print_version(
     help="Show the version.",
 )
 @click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    is_eager=True,
-    help=(
-        "With --version, show the version, the machine and the installed packages as"
-        " JSON, for bug reports."
-    ),
-)
-@click.option(
     "--log",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
@@ -160,7 +155,7 @@ def _print_version(
         " build.jsonl build photos ..."
     ),
 )
-def cli(as_json: bool) -> None:
+def cli() -> None:
     """Index image collections for EDJE re-ranking: visual tokens in a sharded store,
     embeddings in FAISS.
 
@@ -173,15 +168,12 @@ def cli(as_json: bool) -> None:
 
     Results go to standard output; messages and progress go to standard error. Exit
     codes: 0 success, 1 problems found or command failed, 2 wrong usage, 130 interrupted
-    by Ctrl-C.
+    by Ctrl-C. With --version, --json shows the machine and the installed packages, for
+    bug reports.
     """
-    if as_json:
-        raise UsageError(
-            "--json belongs after the name of the command, or after --version"
-        )
 
 
-cli.params.append(QUIET_OPTION)
+cli.params += COMMON_OPTIONS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

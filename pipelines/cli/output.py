@@ -8,11 +8,10 @@ import io
 import json
 import math
 import os
-import re
 import select
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,14 +19,12 @@ from typing import Any, TypeVar
 import click
 
 from pipelines.progress.events import INTERRUPTED, JobStopped
-from pipelines.progress.wording import human_bytes, printable
+from pipelines.progress.wording import describe, printable
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout
 from storage_formats.remote.urls import IndexLocation
 
 _Result = TypeVar("_Result")
-# number of items of a list that are printed
-_SHOWN = 20
 LOG_KEY = "pipelines.cli.log"
 """Key of the value of `--log` in `click.Context.meta`."""
 JSON = "--json"
@@ -140,45 +137,6 @@ def print_result(result: Any, lines: Iterable[str] = ()) -> None:
         return
     for line in list(lines) or list(describe(value)) or ["nothing to do"]:
         print_line(line)
-
-
-def describe(value: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the members of `value` as aligned lines. Numbers that are 0 and members
-    without a value are left out. A list of objects or sentences has a line for each.
-    """
-    width = max(map(len, value))
-    for name, member in value.items():
-        label = name.replace("_", " ")
-        is_long = isinstance(member, list | tuple) and any(
-            isinstance(each, dict) or " " in str(each) for each in member
-        )
-        for each in member if is_long else [member]:
-            if each or each is False:
-                yield f"{label:<{width}}  {_text(each, name)}"
-                label = ""
-
-
-def _text(value: Any, name: str) -> str:
-    """Return the text of the member `name` of a result, or of a part of it."""
-    if isinstance(value, dict):
-        return ", ".join(
-            f"{key} ({_text(each, name)})"
-            if isinstance(each, dict)
-            else f"{key.replace('_', ' ')} {_text(each, f'{name} {key}')}"
-            for key, each in value.items()
-            if each or each == 0
-        )
-    if isinstance(value, list | tuple):
-        shown = [_text(each, name) for each in value[:_SHOWN]]
-        more = [f"{len(value) - _SHOWN:,} more"] * (len(value) > _SHOWN)
-        return ", ".join(shown + more)
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return (
-            human_bytes(value) if re.search(r"\bbytes|_bytes", name) else f"{value:,}"
-        )
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def note(message: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,15 +14,10 @@ from pipelines.cli.command import command
 from pipelines.cli.output import print_result, run_job
 from storage_formats.errors import UsageError
 from storage_formats.format.index_files import open_regular
-from storage_formats.remote.urls import IndexLocation, is_url
+from storage_formats.remote.urls import IndexLocation
 
 if TYPE_CHECKING:
     from edje_index.training.config import Values
-
-OPTIONS = {"index": "INDEX", "dev": "--dev", "out": "--out"}
-"""Maps a parameter of `train` that gives the value of a setting to its name on the
-command line. The setting has the same name, see `read_settings`.
-"""
 
 
 @command(config_file="--config", assignments="--set")
@@ -86,27 +80,16 @@ def train(
     """
     from edje_index.training.config import TrainSettings, validated
 
-    options = {"index": index, "out": out, "dev": dev}
-    values = read_settings(preset, config_file, assignments, options)
+    given: Values = {"inputs": {"index": index, "dev": dev}, "run": {"out": out}}
+    values = read_settings(preset, config_file, assignments, given)
     if show_settings:
         text = describe_settings(values)
         print_result({"settings": text}, text.splitlines())
         return
     from pipelines.jobs.training.job import run_training
 
-    try:
-        settings = validated(TrainSettings, values)
-        result = run_job(run_training, settings, resume=True)
-    except UsageError as error:
-        # The message names settings. Name the option of a setting, too, for example
-        # "run.out (--out)".
-        message = re.sub(
-            rf"\b(?:inputs|run)\.({'|'.join(OPTIONS)})\b",
-            lambda match: f"{match[0]} ({OPTIONS[match[1]]})",
-            str(error),
-        )
-        error.args = (message,)
-        raise
+    settings = validated(TrainSettings, values)
+    result = run_job(run_training, settings, resume=True)
     print_result(result)
 
 
@@ -114,20 +97,19 @@ def read_settings(
     preset: str,
     config_file: Path | None,
     assignments: Iterable[str],
-    options: Mapping[str, Any],
+    given: Mapping[str, Mapping[str, Any]],
 ) -> Values:
-    """Merge the settings of the preset, `config_file`, `assignments` and `options`, in
+    """Merge the settings of the preset, `config_file`, `assignments` and `given`, in
     this order.
 
     Later values override earlier values. The result maps each group to its settings.
 
     Args:
         preset: name of a preset.
-        config_file: TOML file with one table per group. Relative paths are relative to
-            the directory of the file.
+        config_file: TOML file with one table per group.
         assignments: texts of the form `group.key=value`, where the value is TOML, a
             bare word or `none`.
-        options: values of the parameters in `OPTIONS` by name; None is ignored.
+        given: values of settings by group and name; None is ignored.
 
     Raises:
         UsageError: `config_file` or an assignment cannot be read. The values are not
@@ -148,18 +130,15 @@ def read_settings(
         with contextlib.suppress(tomllib.TOMLDecodeError, RecursionError):
             value = tomllib.loads(f"value = {value}")["value"]
         assigned.setdefault(group, {})[key] = None if value == "none" else value
-    given: Values = {}
-    for name, value in options.items():
-        if value is not None:
-            group = "run" if name == "out" else "inputs"
-            given.setdefault(group, {})[name] = value
+    options = {
+        group: {name: value for name, value in values.items() if value is not None}
+        for group, values in given.items()
+    }
     from_file = {} if config_file is None else _read_toml(config_file)
-    return merge_settings(preset, from_file, assigned, given)
+    return merge_settings(preset, from_file, assigned, options)
 
 
 def _read_toml(path: Path) -> Values:
-    from edje_index.training.config import TrainSettings, groups
-
     try:
         with os.fdopen(open_regular(path), encoding="utf-8") as file:
             content = tomllib.loads(file.read())
@@ -170,13 +149,6 @@ def _read_toml(path: Path) -> Values:
             f"{path}: {', '.join(loose)} must be in a group, such as [loop];"
             " --show-settings lists all groups"
         )
-    for group, values in content.items():
-        kind = groups(TrainSettings).get(group, TrainSettings)
-        for key, value in values.items():
-            setting = kind.model_fields.get(key)
-            if setting and "Path" in str(setting.rebuild_annotation()):
-                is_local = isinstance(value, str) and not is_url(value)
-                values[key] = path.parent / value if is_local else value
     return content
 
 

@@ -24,7 +24,7 @@ from pipelines.progress.events import (
     StatusMessage,
     is_stop_request,
 )
-from pipelines.progress.wording import busy_text, counted, duration, printable
+from pipelines.progress.wording import as_text, duration, printable
 from storage_formats.errors import UsageError
 from storage_formats.remote.urls import without_credentials
 
@@ -93,8 +93,7 @@ class Display:
                 level = logging.WARNING if is_warning else logging.INFO
                 _log("message", level, text=text)
             case PlanReady():
-                for line in describe_plan(event):
-                    self._print(line)
+                self._print(f"plan: {as_text(asdict(event))}")
                 _log("plan", **asdict(event))
             case Progress():
                 self._show_progress(event)
@@ -132,32 +131,6 @@ class Display:
         self._console.print(printable(line))
 
 
-def describe_plan(plan: PlanReady) -> list[str]:
-    """Return lines of text that describe a plan."""
-    work = f"{counted(plan.inputs, 'input')} in {counted(plan.shards, 'shard')}"
-    if plan.workers is not None:
-        work += f", {counted(plan.workers, 'worker')}"
-    lines = [work]
-    if plan.duplicates:
-        lines.append(
-            f"{counted(plan.duplicates, 'duplicate')} of earlier inputs will not be"
-            " encoded again"
-        )
-    if plan.ignored:
-        kinds = ", ".join(
-            f"{name} {count:,}" for name, count in sorted(plan.ignored.items())
-        )
-        lines.append(
-            f"ignored {counted(sum(plan.ignored.values()), 'other file')}: {kinds}"
-        )
-    if plan.finished_shards:
-        lines.append(
-            f"resuming: {plan.finished_shards:,} of {counted(plan.shards, 'shard')}"
-            " finished"
-        )
-    return lines
-
-
 def describe_progress(
     progress: Progress,
     speed: float | None,
@@ -181,7 +154,8 @@ def describe_progress(
             parts.append(f"{progress.failed:,} failed")
         if progress.bottleneck is not None:
             parts.append(f"bottleneck {progress.bottleneck}")
-            parts += [busy_text(progress.busy)] if progress.busy else []
+            if progress.busy:
+                parts.append(f"busy ({as_text(progress.busy)})")
     return ", ".join(parts)
 
 

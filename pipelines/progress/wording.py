@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# number of items of a list that are shown
+_SHOWN = 20
 
 
 def counted(count: int, noun: str) -> str:
@@ -46,6 +51,42 @@ def printable(text: str) -> str:
     )
 
 
-def busy_text(shares: Mapping[str, float]) -> str:
-    """Return for example "helpers 93 % busy, model 40 % busy"."""
-    return ", ".join(f"{name} {share:.0%} busy" for name, share in shares.items())
+def describe(value: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the members of `value` as aligned lines. Numbers that are 0 and members
+    without a value are left out. A list of objects or sentences has a line for each.
+    """
+    width = max(map(len, value))
+    for name, member in value.items():
+        label = name.replace("_", " ")
+        is_long = isinstance(member, list | tuple) and any(
+            isinstance(each, dict) or " " in str(each) for each in member
+        )
+        for each in member if is_long else [member]:
+            if each or each is False:
+                yield f"{label:<{width}}  {as_text(each, name)}"
+                label = ""
+
+
+def as_text(value: Any, name: str = "") -> str:
+    """Return the text of a JSON value. `name` is that of its member, which says whether
+    a number is one of bytes.
+    """
+    if isinstance(value, dict):
+        return ", ".join(
+            f"{key} ({as_text(each, name)})"
+            if isinstance(each, dict)
+            else f"{key.replace('_', ' ')} {as_text(each, f'{name} {key}')}"
+            for key, each in value.items()
+            if each or each == 0
+        )
+    if isinstance(value, list | tuple):
+        shown = [as_text(each, name) for each in value[:_SHOWN]]
+        more = [f"{len(value) - _SHOWN:,} more"] * (len(value) > _SHOWN)
+        return ", ".join(shown + more)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return (
+            human_bytes(value) if re.search(r"\bbytes|_bytes", name) else f"{value:,}"
+        )
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

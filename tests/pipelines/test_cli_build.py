@@ -60,7 +60,7 @@ def test_a_build_accounts_for_every_input(run, build, index):
     assert result["bottleneck"] in ("read", "decode", "model", "write")
     assert set(result["busy"]) == {"helpers", "model"}
     assert result["already_finished"] is False
-    assert "ignored 1 other file: .txt 1" in err
+    assert "duplicates 1, ignored (.txt 1)" in err
     assert result["ignored"] == {".txt": 1}
     assert f"1 input failed; 'edje-index failures {index}' lists" in err
     assert not Directory(index).journal.exists()

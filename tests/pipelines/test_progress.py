@@ -69,7 +69,7 @@ def test_a_terminal_shows_the_same_words_in_place():
             StatusMessage("publishing \x1b[31m"),
         ):
             live(event)
-    assert "10,000 inputs in 10 shards" in stream.shown()
+    assert "plan: inputs 10,000, shards 10, finished shards 2," in stream.shown()
     assert "publishing \\x1b[31m" in stream.shown(), (
         "control characters of names are escaped"
     )
