@@ -58,56 +58,6 @@ _ACCEPTED_LOSS = 1.0
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Numbers of images and captions of an evaluation.
-
-    Attributes:
-        images: number of images with captions.
-        used: number of these images that are in the index, and so are evaluated.
-        missing: number of the other images, by the reason why they are not in the
-            index.
-        captions: number of captions of all images with captions.
-        captions_used: number of captions of the used images.
-    """
-
-    images: int
-    used: int
-    missing: dict[str, int]
-    captions: int
-    captions_used: int
-
-
-@dataclass(frozen=True)
-class System:
-    """The index and the bundle that were evaluated.
-
-    Attributes:
-        name: name of the index in reports.
-        index: path of the index, as the caller gave it.
-        bundle: path of the bundle.
-        fingerprint: fingerprint of the bundle.
-        trained: False if the weights of the bundle are random.
-        block_shape: shape of a block, (m, d): number of tokens and width of a token.
-        weights: weights of the final score by direction, see
-            `scoring.weights.ScoreWeights`.
-        candidates: number of candidates by direction.
-        queries: number of queries by direction.
-        dtype: data type of the joint encoder's matrix products.
-    """
-
-    name: str
-    index: str
-    bundle: str
-    fingerprint: str
-    trained: bool
-    block_shape: tuple[int, int]
-    weights: dict[str, Json]
-    candidates: dict[str, int]
-    queries: dict[str, int]
-    dtype: str
-
-
-@dataclass(frozen=True)
 class Result:
     """Recall in percent, for one direction, precision and pool size.
 
@@ -145,7 +95,25 @@ class Result:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The settings and results of an evaluation."""
+    """The settings and results of an evaluation.
+
+    Attributes:
+        inputs: number of `images` with captions and of their `captions`, and how many
+            of both are in the index, and so are evaluated: `used` and `captions_used`.
+            `missing` has the numbers of the other images by the reason why they are not
+            in the index.
+        name: name of the index in reports.
+        index: path of the index, as the caller gave it.
+        bundle: path of the bundle.
+        fingerprint: fingerprint of the bundle.
+        trained: False if the weights of the bundle are random.
+        block_shape: shape of a block, (m, d): number of tokens and width of a token.
+        weights: weights of the final score by direction, see
+            `scoring.weights.ScoreWeights`.
+        candidates: number of candidates by direction.
+        queries: number of queries by direction.
+        dtype: data type of the joint encoder's matrix products.
+    """
 
     protocol: str
     captions: str
@@ -154,8 +122,17 @@ class Evaluation:
     pools: tuple[int, ...]
     resamples: int
     seed: int
-    inputs: Inputs
-    system: System
+    inputs: Json
+    name: str
+    index: str
+    bundle: str
+    fingerprint: str
+    trained: bool
+    block_shape: tuple[int, int]
+    weights: dict[str, Json]
+    candidates: dict[str, int]
+    queries: dict[str, int]
+    dtype: str
     results: tuple[Result, ...]
     seconds: float
 
@@ -166,11 +143,7 @@ class Evaluation:
             {name: member for name, member in result.items() if member is not None}
             for result in value["results"]
         ]
-        system = value.pop("system")
-        for result in results:
-            result["system"] = system["name"]
-        value |= {"systems": [system], "results": results, "unit": "percent"}
-        return {**value, "advice": self.advice}
+        return {**value, "results": results, "unit": "percent", "advice": self.advice}
 
     @property
     def advice(self) -> str | None:
@@ -184,9 +157,9 @@ class Evaluation:
             if result.direction == TEXT_TO_IMAGE
             and result.pool == max(self.pools, default=None)
         ]
-        if len(results) < 2 or not self.system.trained:
+        if len(results) < 2 or not self.trained:
             return None
-        queries = self.system.queries[TEXT_TO_IMAGE]
+        queries = self.queries[TEXT_TO_IMAGE]
         if queries < _MIN_QUERIES:
             return (
                 f"no advice: {queries} queries are too few, at least {_MIN_QUERIES} are"
@@ -315,13 +288,13 @@ def evaluate(
     table = name_table(opened)
     matched = match_items(opened.root, table, items)
     used_items, used_rows = matched.indexed(items)
-    inputs = Inputs(
-        images=len(items),
-        used=len(used_items),
-        missing=matched.missing(),
-        captions=sum(len(item.captions) for item in items),
-        captions_used=sum(len(item.captions) for item in used_items),
-    )
+    inputs = {
+        "images": len(items),
+        "used": len(used_items),
+        "missing": matched.missing(),
+        "captions": sum(len(item.captions) for item in items),
+        "captions_used": sum(len(item.captions) for item in used_items),
+    }
     bundle = SearchModel(matching_bundle(opened, model), device=device, dtype=dtype)
     eval_set = split_set([item.captions for item in used_items], used_rows)
     if full:
@@ -410,7 +383,15 @@ def evaluate(
                     )
                 results.append(result)
 
-    system = System(
+    return Evaluation(
+        protocol="full" if full else "split",
+        captions="of the index" if captions is None else str(captions),
+        split=split,
+        cutoffs=cutoffs,
+        pools=pools,
+        resamples=resamples,
+        seed=seed,
+        inputs=inputs,
         name=Path(index).resolve().stem,
         index=str(index),
         bundle=str(bundle.info.path),
@@ -427,17 +408,6 @@ def evaluate(
         },
         queries={direction: len(pool.ranks) for direction, pool in nearest.items()},
         dtype=str(bundle.joint.compute_dtype).removeprefix("torch."),
-    )
-    return Evaluation(
-        protocol="full" if full else "split",
-        captions="of the index" if captions is None else str(captions),
-        split=split,
-        cutoffs=cutoffs,
-        pools=pools,
-        resamples=resamples,
-        seed=seed,
-        inputs=inputs,
-        system=system,
         results=tuple(results),
         seconds=time.monotonic() - began,
     )

@@ -75,26 +75,25 @@ def write_report(
 def evaluation_report(evaluation: Evaluation) -> str:
     """Return an evaluation as Markdown."""
     inputs = evaluation.inputs
-    system = evaluation.system
     cutoffs = evaluation.cutoffs
     split = f", split {evaluation.split}" if evaluation.split else ""
     missing = "".join(
-        f", {reason} {count:,}" for reason, count in inputs.missing.items()
+        f", {reason} {count:,}" for reason, count in inputs["missing"].items()
     )
     preface = [
-        f"captions {evaluation.captions}{split}: {inputs.images:,} images with"
-        f" {inputs.captions:,} captions, {evaluation.protocol} protocol",
-        f"used {inputs.used:,} images with {inputs.captions_used:,} captions,"
-        f" missing {inputs.images - inputs.used:,} images{missing}",
+        f"captions {evaluation.captions}{split}: {inputs['images']:,} images with"
+        f" {inputs['captions']:,} captions, {evaluation.protocol} protocol",
+        f"used {inputs['used']:,} images with {inputs['captions_used']:,} captions,"
+        f" missing {inputs['images'] - inputs['used']:,} images{missing}",
     ]
-    m, d = system.block_shape
+    m, d = evaluation.block_shape
     preface.append(
-        f"{system.name}: {m} x {d} tokens, bundle {system.fingerprint[:12]}, logits in"
-        f" {system.dtype}{'' if system.trained else ', untrained'}"
+        f"{evaluation.name}: {m} x {d} tokens, bundle {evaluation.fingerprint[:12]},"
+        f" logits in {evaluation.dtype}{'' if evaluation.trained else ', untrained'}"
     )
     preface += [
         f"{_NAMES[name]} score: {ScoreWeights.from_json(weights).described()}"
-        for name, weights in system.weights.items()
+        for name, weights in evaluation.weights.items()
     ]
     advice = [f"**{evaluation.advice}**", ""] if evaluation.advice else []
     lines = ["# Recall", "", *advice, *(f"- {line}" for line in preface)]
@@ -102,7 +101,7 @@ def evaluation_report(evaluation: Evaluation) -> str:
     header = ["tokens", "kB per image", "pool", *(f"R@{k}" for k in cutoffs)]
     if evaluation.pools:
         header += ["in pool", f"gain R@{cutoffs[0]}", f"change R@{cutoffs[0]}"]
-    for direction, queries in system.queries.items():
+    for direction, queries in evaluation.queries.items():
         rows = []
         for result in evaluation.results:
             if result.direction != direction:
@@ -121,7 +120,7 @@ def evaluation_report(evaluation: Evaluation) -> str:
             if result.change is not None:
                 row.append(_shown(result.change[cutoffs[0]], "{:+.2f}"))
             rows.append(row + ["-"] * (len(header) - len(row)))
-        candidates = f"{system.candidates[direction]:,} {_CANDIDATES[direction]}"
+        candidates = f"{evaluation.candidates[direction]:,} {_CANDIDATES[direction]}"
         lines += [
             "",
             f"## {_NAMES[direction]}: {queries:,} queries, {candidates}",

@@ -395,7 +395,7 @@ def evaluate(job: Job, *, report: Path | None = None) -> Iterator[str]:
         check_report_folder(report)
     result = job.run(dtype="auto")
     job.result = result.to_json()
-    if not result.system.trained:
+    if not result.trained:
         note("note: the model is untrained, so the order of its hits is random")
     text = evaluation_report(result)
     if report is not None:

@@ -200,11 +200,11 @@ def test_recall_equals_brute_force(run, world, tiny_bundle):
         "captions": 24,
         "captions_used": 18,
     }
-    assert report["systems"][0]["candidates"] == {
+    assert report["candidates"] == {
         "t2i": 5,
         "i2t": 18,
     }, "the duplicate is its original"
-    assert report["systems"][0]["queries"] == {"t2i": 18, "i2t": 5}
+    assert report["queries"] == {"t2i": 18, "i2t": 5}
     assert report["unit"] == "percent"
 
 
@@ -220,7 +220,7 @@ def test_every_score_of_a_bundle_with_all_parts(run, world, tiny_bundle, tmp_pat
     )
     options += ("--precision", "sign1", "--precision", "bf16", "--json")
     report = json.loads(run(*arguments(world, *options))[1])
-    assert report["systems"][0]["weights"] == WEIGHTS.to_json()
+    assert report["weights"] == WEIGHTS.to_json()
     dev = captions_of(world, ["dev"])
     known = {
         "candidates": sorted({row for row, _ in dev}),
@@ -286,8 +286,8 @@ def test_the_full_protocol(run, world, tiny_bundle):
         )
     # Nine indexed rows less a duplicate; six images of both splits that are there, 7
     # and 99 have captions too.
-    assert report["systems"][0]["candidates"] == {"t2i": 8, "i2t": 10 * PER_IMAGE}
-    assert report["systems"][0]["queries"] == {"t2i": 18, "i2t": 5}
+    assert report["candidates"] == {"t2i": 8, "i2t": 10 * PER_IMAGE}
+    assert report["queries"] == {"t2i": 18, "i2t": 5}
 
 
 def test_a_sample_of_queries_without_reranking(run, world, tmp_path):
@@ -305,8 +305,8 @@ def test_a_sample_of_queries_without_reranking(run, world, tmp_path):
     report = json.loads(out)
     assert code == 0
     assert "untrained" in err
-    assert report["systems"][0]["queries"] == {"t2i": 4, "i2t": 4}
-    assert report["systems"][0]["candidates"] == {"t2i": 5, "i2t": 18}
+    assert report["queries"] == {"t2i": 4, "i2t": 4}
+    assert report["candidates"] == {"t2i": 5, "i2t": 18}
     assert report["pools"] == []
     assert {result.get("precision") for result in report["results"]} == {None}
     assert json.loads((tmp_path / "out/report.json").read_text()) == report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edje_index.evaluation.evaluate import Evaluation, Inputs, Result, System
+from edje_index.evaluation.evaluate import Evaluation, Result
 from edje_index.evaluation.recall import Estimate
 from edje_index.evaluation.report import evaluation_report
 
@@ -36,12 +36,11 @@ def evaluation(*changes, queries=300, trained=True):
                     )
                 )
     counts = {"t2i": queries, "i2t": queries}
-    system = System(
-        "a", "a", "b", "f", trained, (64, 384), {}, counts, counts, "float32"
-    )
-    inputs = Inputs(300, 300, {}, 300, 300)
+    inputs = {"images": 300, "used": 300, "missing": {}, "captions": 300}
     return Evaluation(
-        "split", "c", None, (1,), (10, 50), 9, 0, inputs, system, tuple(results), 1.0
+        *("split", "c", None, (1,), (10, 50), 9, 0),
+        *({**inputs, "captions_used": 300}, "a", "a", "b", "f", trained, (64, 384)),
+        *({}, counts, counts, "float32", tuple(results), 1.0),
     )
 
 
