@@ -18,13 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edje_index import IndexWriter
-from edje_index.indexing.faiss_build import AnnRequest
-from edje_index.indexing.faiss_index import AnnIndex
-from edje_index.search.rows import IndexRows
-from pipelines.jobs.ann import add_ann
 from storage_formats import IndexSpec, TokenStore
-from storage_formats.format.manifest import CommittedIndex
 from tests.wide_index import make_wide_index
 
 pytestmark = pytest.mark.slow
@@ -87,53 +81,3 @@ def test_a_fetch_makes_few_system_calls(indexes, tmp_path):
         calls[shards] = (totals[1] - totals[0]) / 20
     # open, fstat, ioctl, fadvise, read and close of a token file and of a checksum file
     assert calls[10_000] < 14 * CANDIDATES, calls
-
-
-def test_the_first_filter_is_linear_in_the_shards(indexes):
-    seconds = {}
-    for shards, root in indexes.items():
-        rows = IndexRows(CommittedIndex.open(root))
-        started = time.process_time()
-        assert rows.passing("row_id < 100").sum() == min(100, shards * 16)
-        seconds[shards] = time.process_time() - started
-    assert seconds[10_000] < 20 * seconds[1000], seconds
-
-
-def test_a_filter_costs_little_however_many_rows_pass(tmp_path):
-    rows = 60_000
-    width = 32
-    rng = np.random.default_rng(1)
-    centres = rng.standard_normal((300, width), dtype=np.float32)
-    vectors = centres[rng.integers(0, 300, rows)]
-    vectors += 0.5 * rng.standard_normal((rows, width), dtype=np.float32)
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    root = tmp_path / "index"
-    with IndexWriter.create(root, block_shape=(1, 8), embed_dim=width) as writer:
-        writer.append(np.ones((rows, 1, 8), np.float32), vectors)
-    add_ann(root, AnnRequest("IVF244,PQ16x4fs"))
-    ann = AnnIndex(CommittedIndex.open(root))
-    queries = vectors[rng.choice(rows, 30)]
-    k = 100
-    draws = rng.random(rows)
-    # of the rows by their similarity to one vector: the others are in other lists
-    ranks = np.argsort(np.argsort(-(vectors @ vectors[0]))) / rows
-    masks = {"none": None}
-    masks |= {f"{share} random": draws < share for share in (0.01, 0.1, 0.5, 0.9, 1.0)}
-    masks |= {f"{share} similar": ranks < share for share in (0.1, 0.5)}
-    seconds = {}
-    for share, passing in masks.items():
-        durations = []
-        hits = []
-        for query in queries:
-            started = time.process_time()
-            found, _ = ann.nearest(query, k, passing)
-            durations.append(time.process_time() - started)
-            among = np.arange(rows) if passing is None else np.flatnonzero(passing)
-            exact = among[np.argsort(-(vectors[among] @ query), kind="stable")[:k]]
-            assert len(found) == len(exact)
-            assert np.isin(found, among).all()
-            hits.append(np.isin(exact, found).mean())
-        seconds[share] = statistics.median(durations)
-        assert np.mean(hits) >= 0.95, (share, np.mean(hits))
-    # 800 candidates are compared instead of 200
-    assert max(seconds.values()) < 8 * seconds["none"], seconds

@@ -4,6 +4,7 @@ holds afterwards.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,6 @@ from pipelines.jobs.snapshots import history, set_columns
 from storage_formats import (
     CorruptIndexError,
     DeletedRowError,
-    IndexSpec,
     Manifest,
     TokenStore,
     UsageError,
@@ -34,10 +34,9 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.places import Directory
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import problems_and_counts, rows_path, same_bits, write_random_index
+from tests.pipelines.conftest import SMALL
 
-SPEC = IndexSpec(
-    rows=37, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8")
-)
+SPEC = replace(SMALL, rows=37)
 # duplicates of row 0
 FAILED = frozenset({5, 20})
 DUPLICATES = frozenset({9, 30})
@@ -79,28 +78,6 @@ def test_the_other_rows_are_copied(index, tmp_path):
     manifest = Manifest.load(dense)
     assert manifest.counts.failed == {"truncated": 1}
     assert manifest.snapshot.change["kind"] == "compact"
-
-
-def test_a_duplicate_without_its_original_is_a_failed_row(index, tmp_path):
-    root, _ = index
-    delete_rows(root, rows=[0, 9])
-    compact_index(root, tmp_path / "dense")
-    manifest = Manifest.load(tmp_path / "dense")
-    assert (manifest.counts.duplicates, manifest.counts.failed) == (
-        0,
-        {"original-deleted": 1, "truncated": 2},
-    )
-    (line,) = [
-        row
-        for row in read_rows(tmp_path / "dense").to_pylist()
-        if row["reason"] == "original-deleted"
-    ]
-    assert (line["uri"], line["status"], line["duplicate_of"]) == (
-        "/photos/30.jpg",
-        "failed",
-        None,
-    )
-    assert problems_and_counts(tmp_path / "dense") == []
 
 
 def flip(path: Path, offset: int) -> None:

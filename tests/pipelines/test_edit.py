@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import datetime
 import json
-import time
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from edje_index.search.rows import IndexRows
-from pipelines import compact_index, copy_index, delete_rows, merge_indexes
+from pipelines import copy_index, delete_rows
 from pipelines.jobs.snapshots import history, roll_back, set_columns
 from storage_formats import (
     IndexSpec,
@@ -127,36 +125,6 @@ def test_later_edits_replace_and_remove_values(index):
     assert problems_and_counts(index) == []
 
 
-def test_compaction_merge_and_copy_write_the_values_to_the_rows(index, tmp_path):
-    set_columns(index, [0, 1, 20, 36], {"title": ["a", "b", "c", "d"]})
-    part = tmp_path / "part"
-    copy_index(index, part, where="title in ('b', 'd')")
-    assert column(part, "title") == {0: "b", 1: "d"}
-    merged = tmp_path / "merged"
-    merge_indexes([index, part], merged)
-    assert {*column(merged, "title").values()} == {"a", "b", "c", "d"}
-    delete_rows(index, rows=[1])
-    dense = tmp_path / "dense"
-    compact_index(index, dense)
-    assert [*column(dense, "title").values()] == ["a", "c", "d"]
-    for root, removed in ((part, 0), (merged, 0), (dense, 1)):
-        assert len(CommittedIndex.open(root).removed) == removed
-        set_columns(root, [0], unset=["title"])
-        assert 0 not in column(root, "title")
-    for root in (index, part, merged, dense):
-        assert problems_and_counts(root) == []
-
-
-def test_an_erasure_removes_edited_values(index):
-    set_columns(index, [3, 20], {"title": ["Jane Doe", "b"]})
-    delete_rows(index, rows=[3], erase=True)
-    assert "Jane Doe" not in str(read_rows(index).to_pylist())
-    (path,) = (index / "rows").iterdir()
-    assert "Jane Doe" not in str(pq.read_table(path).to_pylist())
-    assert column(index, "title") == {20: "b"}
-    assert problems_and_counts(index) == []
-
-
 @pytest.mark.parametrize(
     ("rows", "columns", "message"),
     [
@@ -253,34 +221,6 @@ def test_the_command_sets_texts_numbers_and_lists(index, run):
     assert column(index, "titles") == {}
     code, _, error = run("edit", index, "--rows", 3, "--set", "title")
     assert (code, "COLUMN=VALUE" in error) == (2, True)
-
-
-@pytest.mark.slow
-def test_fifty_edits_of_a_large_index_take_less_than_a_second_each(tmp_path):
-    root = tmp_path / "large"
-    chance = np.random.default_rng(0)
-    blocks = chance.standard_normal((1000, 2, 32), dtype=np.float32)
-    embeddings = chance.standard_normal((1000, 8), dtype=np.float32)
-    with IndexWriter.create(
-        root, block_shape=(2, 32), embed_dim=8, precisions=["nvfp4"]
-    ) as writer:
-        for _ in range(100):
-            writer.append(blocks, embeddings)
-    tokens = {path: path.stat().st_mtime_ns for path in root.glob("tokens/**/*")}
-    slowest = 0.0
-    for edit in range(25):
-        rows = chance.choice(100_000, 200, replace=False)
-        started = time.process_time()
-        set_columns(root, rows, {"title": [f"{edit} {row}" for row in rows]})
-        set_columns(root, rows, {"stars": [edit]})
-        slowest = max(slowest, time.process_time() - started)
-    assert slowest / 2 < 1
-    assert passing(root, "stars = 24") == sorted(rows.tolist())
-    assert {path: path.stat().st_mtime_ns for path in root.glob("tokens/**/*")} == (
-        tokens
-    )
-    roll_back(root, 0)
-    assert Manifest.load(root).columns == ()
 
 
 def test_values_belong_to_rows_in_the_given_order(index):

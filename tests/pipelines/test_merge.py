@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,14 +28,8 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.tombstones import live_rows
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import problems_and_counts, write_random_index
+from tests.pipelines.conftest import SMALL
 from tests.storage_formats.test_source_columns import ROWS, write_index
-
-LEFT = IndexSpec(
-    rows=21, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8")
-)
-RIGHT = IndexSpec(
-    rows=30, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8")
-)
 
 
 @pytest.fixture
@@ -45,10 +40,14 @@ def pair(tmp_path):
     left = tmp_path / "left"
     right = tmp_path / "right"
     blocks = write_random_index(
-        left, LEFT, failed=frozenset({5}), duplicates=frozenset({9}), seed=1
+        left, SMALL, failed=frozenset({5}), duplicates=frozenset({9}), seed=1
     )
     others = write_random_index(
-        right, RIGHT, failed=frozenset({25}), duplicates=frozenset({29}), seed=2
+        right,
+        replace(SMALL, rows=30),
+        failed=frozenset({25}),
+        duplicates=frozenset({29}),
+        seed=2,
     )
     return left, right, blocks, others
 
@@ -121,14 +120,10 @@ def test_three_indexes_of_which_one_adds_nothing(pair, tmp_path):
     # and all others from the left one.
     assert [each["duplicates"] for each in result.inputs] == [0, 17, 21]
     check_part(merged, left, live_rows(CommittedIndex.open(left)).tolist(), 0)
-    delete_rows(third, rows=range(21))
-    with pytest.raises(UsageError, match=r"all rows of .*third are deleted"):
-        compact_index(third, tmp_path / "dense")
 
 
 def test_the_shard_size_is_that_of_the_first_index(pair, tmp_path):
-    other = IndexSpec(21, 4, (2, 8), 4, ("bf16", "fp8"))
-    write_random_index(tmp_path / "other", other)
+    write_random_index(tmp_path / "other", replace(SMALL, shard_size=4))
     merged = tmp_path / "merged"
     merge_indexes([tmp_path / "other", pair[1]], merged)
     assert Manifest.load(merged).spec.shard_size == 4
@@ -148,18 +143,18 @@ def rewrite(root: Path, **members: object) -> None:
     ("spec", "message"),
     [
         (
-            IndexSpec(21, 8, (2, 8), 4),
+            replace(SMALL, precisions=("bf16",)),
             (
                 r"precisions is bf16, fp8 in .*left and bf16 in .*other; add or drop"
                 r" precisions"
             ),
         ),
         (
-            IndexSpec(21, 8, (2, 16), 4, ("bf16", "fp8")),
+            replace(SMALL, block_shape=(2, 16)),
             "block shape is 2 x 8 in .*left and 2 x 16 in .*other",
         ),
         (
-            IndexSpec(21, 8, (2, 8), 6, ("bf16", "fp8")),
+            replace(SMALL, embed_dim=6),
             "width of embeddings is 4 in .*left and 6 in .*other",
         ),
     ],

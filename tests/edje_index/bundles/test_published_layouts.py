@@ -7,8 +7,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import pickle
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -225,33 +223,9 @@ def test_every_layout_gives_the_golden_outputs(hub, tmp_path, layout, name):
     check_golden(load_published_checkpoint(f"{URL}@main/{weights}"), name)
 
 
-def pickled(state: State, _: Files) -> Files:
-    class Hostile:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return Path.touch, (Path("owned"),)
-
-    return {"pytorch_model.bin": pickle.dumps({"model": Hostile()})}
-
-
 def truncated(state: State, files: Files) -> Files:
     data = safetensors(state)
     return {**files, "model.safetensors": data[: len(data) // 2]}
-
-
-def enormous(state: State, files: Files) -> Files:
-    header = {
-        key: {"dtype": "F32", "shape": [1 << 38], "data_offsets": [0, 1 << 40]}
-        for key in state
-    }
-    text = json.dumps(header).encode()
-    return {**files, "model.safetensors": struct.pack("<Q", len(text)) + text}
-
-
-def repeated(state: State, files: Files) -> Files:
-    key = "vision_projection.key.weight"
-    wide = {**state, key: torch.zeros(1).expand(1 << 19, 1 << 19)}
-    del files["model.safetensors"]
-    return {**files, "pytorch_model.bin": torch_file(wide)}
 
 
 def missing_shard(_: State, files: Files) -> Files:
@@ -270,26 +244,11 @@ def several_weights(_: State, files: Files) -> Files:
     return {**files, **other}
 
 
-def code_in_config(_: State, files: Files) -> Files:
-    config = {"auto_map": {"AutoModel": "modeling.Model"}}
-    return {**files, "config.json": json.dumps(config).encode()}
-
-
-def not_finite(state: State, files: Files) -> Files:
-    state["classification_head.1.bias"][:] = torch.nan
-    return {**files, "model.safetensors": safetensors(state)}
-
-
 HOSTILE = {
-    pickled: "Python objects that could run code",
     truncated: "cannot read the weights",
-    enormous: "cannot read the weights",
-    repeated: "is larger than its file",
     missing_shard: "has 1 of the 2 shards of model.safetensors",
     outside_name: "not the path of a file inside a directory; do not use this model",
     several_weights: "several files with weights .*; give the path of one of them",
-    code_in_config: "names code",
-    not_finite: "NaN or infinite",
 }
 
 

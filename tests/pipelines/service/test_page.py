@@ -266,85 +266,6 @@ def test_the_comparison_shows_both_orders_and_what_a_precision_changes(watched):
     )
 
 
-DRAG = """(kind) => document.body.dispatchEvent(new DragEvent(kind, {
-  dataTransfer: new DataTransfer(), bubbles: true, cancelable: true }))"""
-
-
-def test_the_header_the_drop_zone_and_small_photos_fit(watched):
-    page = watched.page
-    assert page.locator("#search").bounding_box()["width"] > 1100
-    page.evaluate(DRAG, "dragover")
-    box = page.locator("#drop").bounding_box()
-    assert (box["width"] > 1200, box["height"] > 700) == (True, True)
-    page.evaluate(DRAG, "dragleave")
-    assert page.is_hidden("#drop")
-    page.locator("#photos a").first.click()
-    watched.wait()
-    large = page.locator("#large")
-    assert large.evaluate("image => getComputedStyle(image).objectFit") == "scale-down"
-
-
-def test_an_error_of_the_filter_names_the_columns_once(watched):
-    page = watched.page
-    page.click("#filter-button")
-    assert "width (int32)" in page.inner_text("#columns")
-    assert "encode_seconds" not in page.inner_text("#columns")
-    before = page.locator("#filter-button").bounding_box()
-    page.fill("#where", "colour > 3")
-    page.press("#where", "Enter")
-    status = page.locator("#status.error")
-    sync_api.expect(status).to_contain_text("there is no column colour")
-    assert "width" not in status.inner_text()
-    assert page.locator("#filter-button").bounding_box() == before
-    assert "422" in watched.problems.pop()
-
-
-def test_a_phone_shows_both_orders_side_by_side(browser, service):
-    page = browser.new_page(viewport={"width": 390, "height": 844})
-    watched = Watched(page, service.url)
-    page.goto(f"{service.url}/?q=a+dog&compare=1")
-    watched.wait()
-    after = page.locator("#after").bounding_box()
-    before = page.locator("#before").bounding_box()
-    assert abs(after["y"] - before["y"]) < 2
-    assert after["x"] + after["width"] <= before["x"]
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    page.close()
-
-
-def test_a_changed_photo_of_a_query_is_named_by_its_row(browser, tiny_bundle, tmp_path):
-    for row in range(2):
-        write_photo(tmp_path / "photos" / f"{row}.jpg", row)
-    build_index(tmp_path / "photos", tmp_path / "i.edje", tiny_bundle, engine="inline")
-    (tmp_path / "photos" / "1.jpg").write_bytes(b"changed")
-    with serve(tmp_path, tmp_path / "i.edje") as service:
-        page = browser.new_page()
-        page.goto(f"{service.url}/?row=1")
-        sync_api.expect(page.locator("#chip span")).to_have_text("row 1")
-        assert page.is_hidden("#chip img")
-        page.close()
-
-
-@pytest.mark.parametrize("name", ["caption", "text"])
-def test_a_photo_with_many_columns_shows_its_caption(
-    browser, tiny_bundle, tmp_path, name
-):
-    write_photo(tmp_path / "photos" / "0.jpg", 0)
-    values = {f"column{number}": number for number in range(70)}
-    (tmp_path / "photos" / "0.json").write_text(json.dumps({name: "a lake", **values}))
-    build_index(tmp_path / "photos", tmp_path / "i.edje", tiny_bundle, engine="inline")
-    with serve(tmp_path, tmp_path / "i.edje") as service:
-        page = browser.new_page()
-        watched = Watched(page, service.url)
-        page.goto(f"{service.url}/?q=a+dog")
-        watched.wait()
-        sync_api.expect(page.locator("#photos")).to_contain_text("a lake")
-        page.goto(f"{service.url}/?row=0")
-        watched.wait()
-        assert watched.problems == []
-        page.close()
-
-
 def test_a_photo_without_a_caption_shows_its_name(browser, tiny_bundle, tmp_path):
     for row, columns in enumerate(
         (
@@ -489,34 +410,6 @@ def test_the_key_is_asked_first_and_the_query_kept(browser, index, tmp_path):
         page.wait_for_selector("#routes section code")
         assert "`" not in page.inner_text("#routes")
         page.close()
-
-
-def test_a_thousand_hits_scroll_without_a_pause(browser, tiny_bundle, tmp_path):
-    for row in range(1000):
-        write_photo(tmp_path / "photos" / f"{row}.jpg", row)
-    build_index(
-        tmp_path / "photos",
-        tmp_path / "photos.edje",
-        tiny_bundle,
-        engine="inline",
-        threads=1,
-    )
-    with serve(tmp_path, tmp_path / "photos.edje") as service:
-        page = browser.new_page(viewport={"width": 1280, "height": 800})
-        watched = Watched(page, service.url)
-        page.goto(f"{service.url}/?q=a+dog")
-        watched.wait()
-        page.evaluate(
-            "() => { window.tasks = []; new PerformanceObserver(list =>"
-            " tasks.push(...list.getEntries().map(entry => entry.duration))).observe({"
-            " type: 'longtask' }); }"
-        )
-        page.mouse.move(600, 400)
-        while page.is_visible("#more"):
-            page.mouse.wheel(0, 600)
-        assert len(set(watched.rows())) == 1000
-        assert max(page.evaluate("tasks"), default=0) <= 100
-        assert watched.problems == []
 
 
 def test_one_command_shows_a_folder_and_what_was_added_to_it(tmp_path, tiny_bundle):
