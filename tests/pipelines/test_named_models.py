@@ -14,7 +14,6 @@ from edje_index import TokenIndex
 from edje_index.bundles.info import read_bundle_info, verify_files
 from edje_index.errors import ModelError
 from edje_index.models.filesystem import new_folder
-from pipelines import build_index, quantize_index
 from pipelines.jobs.hub import MODELS, find_model, get_model
 from tests.command_line import run_here
 from tests.edje_index.bundles.test_published_layouts import (
@@ -129,39 +128,6 @@ def test_unknown_names_are_refused(hub, tmp_path):
     )
     refused = run_here("model", "get", "hf://blip", "--out", tmp_path / "out", expect=1)
     assert "names no repository" in refused["error"]
-
-
-def test_an_imported_bundle_works_everywhere(hub, tmp_path):
-    """Quantize, explain, evaluation and training, as for any other bundle."""
-    bundle = tmp_path / "model"
-    run_here("model", "get", "edje", "--out", bundle)
-    captions = tmp_path / "captions.jsonl"
-    lines = []
-    for seed in range(4):
-        write_photo(tmp_path / "photos" / f"{seed}.jpg", seed)
-        caption = ["a red dog", "the beach", "a car", "dogs on a beach"][seed]
-        lines.append(json.dumps({"image": f"{seed}.jpg", "captions": [caption]}))
-    captions.write_text("\n".join(lines) + "\n")
-    index = tmp_path / "photos.edje"
-    build_index(tmp_path / "photos", index, bundle, engine="inline", threads=1)
-    quantize_index(index, ["nvfp4"])
-    images = ("--images", tmp_path / "photos")
-    evaluated = run_here("eval", index, captions, *images, "--pool", "4")
-    assert evaluated["results"]
-    explained = run_here("explain", index, "--out", tmp_path / "words.html")
-    assert explained["words"]
-    run_here("model", "features", bundle, tmp_path / "features")
-    (tmp_path / "photos" / "metadata.jsonl").write_text(
-        captions.read_text().replace('"image"', '"file_name"')
-    )
-    data = tmp_path / "data.edje"
-    build_index(
-        tmp_path / "photos", data, tmp_path / "features", engine="inline", threads=1
-    )
-    settings = ("loop.steps=1", "loop.batch_size=4", f"inputs.init={bundle}")
-    options = [f"--set={setting}" for setting in settings]
-    trained = run_here("train", data, "--out", tmp_path / "trained", *options)
-    assert trained["steps"] == 1
 
 
 def test_two_downloads_at_once_leave_one_whole_model(hub, tmp_path):
