@@ -12,13 +12,13 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
+from storage_formats import IndexWriter
 from storage_formats.change import begin_index, remove_build, write_array_shapes
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex, Manifest
@@ -37,9 +37,6 @@ from storage_formats.verify import verify_index
 from storage_formats.writing.publish import new_manifest
 from storage_formats.writing.shard_writer import ShardWriter
 from tests.object_store import FaultyProxy, s3_server, use_endpoint
-
-if TYPE_CHECKING:
-    pass
 
 # a busy machine is no failure
 settings.register_profile(
@@ -169,6 +166,13 @@ def write_random_index(
     expected = blocks.copy()
     expected[sorted(failed | duplicates)] = np.nan
     return expected
+
+
+def write_arrays(root, blocks, embeddings, rows=None, **options):
+    """Write an index of arrays."""
+    shape = {"block_shape": blocks[0].shape, "embed_dim": len(embeddings[0])}
+    with IndexWriter.create(root, **{**shape, **options}) as writer:
+        writer.append(blocks, embeddings, rows)
 
 
 def write_files(folder: Path, files: Mapping[str, object]) -> None:

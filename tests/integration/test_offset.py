@@ -25,7 +25,6 @@ from pipelines import (
 from pipelines.jobs.snapshots import remove_snapshots, roll_back
 from storage_formats import (
     CorruptIndexError,
-    IndexWriter,
     TokenStore,
     UsageError,
     codec,
@@ -34,7 +33,7 @@ from storage_formats import (
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import Manifest
 from tests.command_line import run_here
-from tests.conftest import same_bits
+from tests.conftest import same_bits, write_arrays
 from tests.integration.builds import contents, make_photos
 from tests.pipelines.conftest import stop_after_one_shard
 
@@ -45,9 +44,9 @@ def write(root, mean, *, rows=50, seed=0):
     """Write an index in bf16 whose tokens have the mean block `mean`."""
     rng = np.random.default_rng(seed)
     blocks = rng.standard_normal((rows, *SHAPE), dtype=np.float32) + mean
-    writer = IndexWriter.create(root, block_shape=SHAPE, embed_dim=4, shard_size=16)
-    with writer:
-        writer.append(blocks, rng.standard_normal((rows, 4), dtype=np.float32))
+    write_arrays(
+        root, blocks, rng.standard_normal((rows, 4), dtype=np.float32), shard_size=16
+    )
     return blocks
 
 

@@ -22,7 +22,7 @@ from storage_formats import (
     read_rows,
 )
 from storage_formats.format.manifest import CommittedIndex
-from tests.conftest import problems_and_counts, write_random_index
+from tests.conftest import problems_and_counts, write_arrays, write_random_index
 from tests.pipelines.conftest import stop_after_one_shard
 
 SPEC = IndexSpec(
@@ -178,8 +178,7 @@ def test_many_edits_leave_one_file_of_a_size(index):
 def test_an_unset_value_is_that_of_the_sources(tmp_path):
     root = tmp_path / "index"
     given = {"title": ["a", "b", None], "stars": [1, 2, 3], "when": [NOON] * 3}
-    with IndexWriter.create(root, block_shape=(1, 16), embed_dim=2) as writer:
-        writer.append(np.ones((3, 1, 16), np.float32), np.ones((3, 2)), given)
+    write_arrays(root, np.ones((3, 1, 16), np.float32), np.ones((3, 2)), given)
     set_columns(root, [0, 1, 2], {"title": ["x", None, "z"], "stars": [9]})
     set_columns(root, [0], {"title": ["y"], "when": [NOON.replace(hour=1)]})
     assert column(root, "title") == {0: "y", 2: "z"}

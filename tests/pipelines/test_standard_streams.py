@@ -13,7 +13,8 @@ import threading
 import numpy as np
 import pytest
 
-from storage_formats import IndexWriter, verify_index
+from storage_formats import verify_index
+from tests.conftest import write_arrays
 
 SHELL = """exec "$0" -m pipelines.cli "$@" """
 
@@ -21,9 +22,7 @@ SHELL = """exec "$0" -m pipelines.cli "$@" """
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
     root = tmp_path_factory.mktemp("streams") / "i.edje"
-    writer = IndexWriter.create(root, block_shape=(2, 8), embed_dim=4)
-    with writer:
-        writer.append(np.ones((3, 2, 8), np.float32), np.ones((3, 4), np.float32))
+    write_arrays(root, np.ones((3, 2, 8), np.float32), np.ones((3, 4), np.float32))
     return root
 
 

@@ -10,21 +10,20 @@ import pytest
 
 from pipelines import compact_index, delete_rows
 from pipelines.cli import main
-from storage_formats import IndexWriter
 from storage_formats.change import MOST_SNAPSHOTS
+from tests.conftest import write_arrays
 
 
 @pytest.fixture
 def index(tmp_path):
     root = tmp_path / "index"
     rng = np.random.default_rng(0)
-    with IndexWriter.create(
-        root, block_shape=(2, 8), embed_dim=4, shard_size=8
-    ) as writer:
-        writer.append(
-            rng.standard_normal((80, 2, 8), dtype=np.float32),
-            rng.standard_normal((80, 4), dtype=np.float32),
-        )
+    write_arrays(
+        root,
+        rng.standard_normal((80, 2, 8), dtype=np.float32),
+        rng.standard_normal((80, 4), dtype=np.float32),
+        shard_size=8,
+    )
     return root
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pipelines import quantize_index
-from storage_formats import IndexWriter, Manifest, UsageError, codec, precisions
+from storage_formats import Manifest, UsageError, codec, precisions
 from storage_formats.codecs import fill_record, kernel_compiler
-from tests.conftest import same_bits
+from tests.conftest import same_bits, write_arrays
 
 BF16 = ml_dtypes.bfloat16
 SHAPE = (6, 64)
@@ -117,10 +117,12 @@ def test_width_that_cannot_be_grouped_is_refused(name, multiple):
 def test_two_precisions_have_a_name_for_their_bits(tmp_path):
     names = ["2bit", "1bit"]
     assert [codec(name).name for name in names] == ["gauss2", "sign1"]
-    with IndexWriter.create(
-        tmp_path / "i", block_shape=(1, 8), embed_dim=1, precisions=names
-    ) as writer:
-        writer.append(np.ones((1, 1, 8), np.float32), np.ones((1, 1)))
+    write_arrays(
+        tmp_path / "i",
+        np.ones((1, 1, 8), np.float32),
+        np.ones((1, 1)),
+        precisions=names,
+    )
     quantize_index(tmp_path / "i", drop=names[1:])
     assert Manifest.load(tmp_path / "i").spec.precisions == ("gauss2",)
 

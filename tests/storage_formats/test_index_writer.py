@@ -25,7 +25,7 @@ from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.writing.shard_writer import ShardWriter
-from tests.conftest import REPO, golden_index, same_bits
+from tests.conftest import REPO, golden_index, same_bits, write_arrays
 
 SHAPE = {"block_shape": (4, 16), "embed_dim": 8, "shard_size": 5}
 
@@ -69,10 +69,14 @@ def test_round_trip_does_not_depend_on_the_chunks(tmp_path, chunks):
     np.testing.assert_allclose(
         read_embeddings(CommittedIndex.open(root), np.arange(13)), unit, rtol=1e-6
     )
-    with IndexWriter.create(
-        tmp_path / "again", precisions=["bf16", "fp8"], **SHAPE
-    ) as writer:
-        writer.append(blocks, embeddings, [f"page {row}" for row in range(13)])
+    write_arrays(
+        tmp_path / "again",
+        blocks,
+        embeddings,
+        [f"page {row}" for row in range(13)],
+        precisions=["bf16", "fp8"],
+        **SHAPE,
+    )
     assert files_of(root) == files_of(tmp_path / "again")
 
 
@@ -80,8 +84,7 @@ def test_an_index_is_finished_while_its_caller_handles_another_error(tmp_path):
     try:
         (tmp_path / "index").stat()
     except FileNotFoundError:
-        with IndexWriter.create(tmp_path / "index", **SHAPE) as writer:
-            writer.append(*arrays(3))
+        write_arrays(tmp_path / "index", *arrays(3), **SHAPE)
     assert verify_index(tmp_path / "index") == []
     assert not Layout(tmp_path / "index").journal.exists()
 
@@ -89,8 +92,7 @@ def test_an_index_is_finished_while_its_caller_handles_another_error(tmp_path):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_block_types(tmp_path, dtype):
     blocks, embeddings = arrays(3, dtype)
-    with IndexWriter.create(tmp_path / "index", **SHAPE) as writer:
-        writer.append(blocks, embeddings)
+    write_arrays(tmp_path / "index", blocks, embeddings, **SHAPE)
     assert same_bits(
         TokenStore.open(tmp_path / "index").fetch([0, 1, 2]),
         blocks.astype(ml_dtypes.bfloat16),
@@ -154,8 +156,7 @@ MAY = datetime.datetime(2026, 5, 1, tzinfo=datetime.UTC)
     ],
 )
 def test_columns_of_rows(tmp_path, rows, expected):
-    with IndexWriter.create(tmp_path / "index", **SHAPE) as writer:
-        writer.append(*arrays(2), rows)
+    write_arrays(tmp_path / "index", *arrays(2), rows, **SHAPE)
     table = read_rows(tmp_path / "index").to_pydict()
     assert {name: table[name] for name in expected} == expected
     assert (table["uri"], table["height"]) == (["a", "b"], [None, None])
@@ -314,8 +315,14 @@ def test_other_columns_become_source_columns(tmp_path):
 def test_rows_are_appended_as_a_snapshot(tmp_path):
     root = tmp_path / "index"
     blocks, embeddings = arrays(20)
-    with IndexWriter.create(root, precisions=["bf16", "fp8"], **SHAPE) as writer:
-        writer.append(blocks[:7], embeddings[:7], {"stars": [1] * 7})
+    write_arrays(
+        root,
+        blocks[:7],
+        embeddings[:7],
+        {"stars": [1] * 7},
+        precisions=["bf16", "fp8"],
+        **SHAPE,
+    )
     before = files_of(root)
     rows = {"uri": [f"late {row}" for row in range(13)], "stars": [0.5] * 13}
     with IndexWriter.open(root) as writer:
@@ -341,8 +348,7 @@ def test_rows_are_appended_as_a_snapshot(tmp_path):
     assert same_bits(
         TokenStore.open(root, "bf16").fetch(ids), blocks.astype(ml_dtypes.bfloat16)
     )
-    with IndexWriter.create(tmp_path / "whole", precisions=["fp8"], **SHAPE) as writer:
-        writer.append(blocks, embeddings)
+    write_arrays(tmp_path / "whole", blocks, embeddings, precisions=["fp8"], **SHAPE)
     assert same_bits(
         TokenStore.open(root, "fp8").fetch(ids),
         TokenStore.open(tmp_path / "whole", "fp8").fetch(range(20)),
@@ -366,8 +372,7 @@ def test_rows_are_appended_as_a_snapshot(tmp_path):
 
 def test_an_append_that_fails_changes_nothing(tmp_path):
     root = tmp_path / "index"
-    with IndexWriter.create(root, **SHAPE) as writer:
-        writer.append(*arrays(7))
+    write_arrays(root, *arrays(7), **SHAPE)
     before = files_of(root)
     with (
         pytest.raises(UsageError, match="must have the shape"),
@@ -480,18 +485,15 @@ def test_a_killed_writer_leaves_nothing_that_opens_and_the_next_begins_again(
         TokenStore.open(root)
     with pytest.raises(IncompleteIndexError):
         verify_index(root)
-    with IndexWriter.create(root, **SHAPE) as writer:
-        writer.append(*arrays(3))
-    with IndexWriter.create(tmp_path / "calm", **SHAPE) as writer:
-        writer.append(*arrays(3))
+    write_arrays(root, *arrays(3), **SHAPE)
+    write_arrays(tmp_path / "calm", *arrays(3), **SHAPE)
     assert files_of(root) == files_of(tmp_path / "calm")
 
 
 @pytest.mark.parametrize("shards", [0, 2])
 def test_a_killed_append_keeps_the_index(tmp_path, shards):
     root = tmp_path / "index"
-    with IndexWriter.create(root, **SHAPE) as writer:
-        writer.append(*arrays(7))
+    write_arrays(root, *arrays(7), **SHAPE)
     shutil.copytree(root, tmp_path / "calm")
     script = ENDLESS.replace("create(", "open(").replace(CREATED, "")
     waited = Layout(root).receipt(1 + shards) if shards else Layout(root).journal
@@ -568,6 +570,5 @@ def test_numbers_of_numpy_are_integers(tmp_path):
         "embed_dim": np.int32(8),
         "shard_size": np.int64(5),
     }
-    with IndexWriter.create(tmp_path / "index", **given) as writer:
-        writer.append(*arrays(7))
+    write_arrays(tmp_path / "index", *arrays(7), **given)
     assert verify_index(tmp_path / "index") == []

@@ -20,13 +20,13 @@ from edje_index.captions.matching import (
 )
 from edje_index.captions.reading import CaptionedImage
 from pipelines import delete_rows
-from storage_formats import IndexWriter, UsageError
+from storage_formats import UsageError
 from storage_formats.format.file_check import FileEntry
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex, Manifest, RowsFile
 from storage_formats.format.places import Directory
 from storage_formats.format.rows import read_all_rows, write_rows
-from tests.conftest import rows_path, write_random_index
+from tests.conftest import rows_path, write_arrays, write_random_index
 
 SPEC = IndexSpec(rows=11, shard_size=4, block_shape=(2, 8), embed_dim=4)
 
@@ -133,14 +133,12 @@ def test_folders_may_be_links(index, tmp_path):
 def test_captions_of_the_index_belong_to_their_rows_whatever_their_names(tmp_path):
     rng = np.random.default_rng(0)
     columns = {"uri": ["b", "a", "a"], "captions": [["0"], ["1"], ["2"]]}
-    with IndexWriter.create(
-        tmp_path / "index", block_shape=(2, 8), embed_dim=4
-    ) as writer:
-        writer.append(
-            rng.standard_normal((3, 2, 8), np.float32),
-            rng.standard_normal((3, 4), np.float32),
-            columns,
-        )
+    write_arrays(
+        tmp_path / "index",
+        rng.standard_normal((3, 2, 8), np.float32),
+        rng.standard_normal((3, 4), np.float32),
+        columns,
+    )
     index = CommittedIndex.open(tmp_path / "index")
     table = read_all_rows(index, NAME_COLUMNS)
     stored = stored_captions(index)

@@ -23,6 +23,7 @@ from storage_formats import IndexWriter, UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import read_rows
 from storage_formats.reading.embeddings import read_embeddings
+from tests.conftest import write_arrays
 from tests.edje_index.search.indexes import build_photos
 
 ROWS = 700
@@ -154,10 +155,9 @@ def test_rows_that_tie_are_found_whatever_their_number(tmp_path):
     """More rows tie than FAISS keeps: pages of results have each row once."""
     vectors = np.ones((600, WIDTH), np.float32)
     vectors[::7] = np.random.default_rng(1).standard_normal((86, WIDTH))
-    with IndexWriter.create(
-        tmp_path / "i", block_shape=(1, 8), embed_dim=WIDTH, shard_size=64
-    ) as writer:
-        writer.append(np.ones((600, 1, 8), np.float32), vectors)
+    write_arrays(
+        tmp_path / "i", np.ones((600, 1, 8), np.float32), vectors, shard_size=64
+    )
     add_ann(tmp_path / "i", AnnRequest("Flat"))
     ann = AnnIndex(CommittedIndex.open(tmp_path / "i"))
     query = np.ones((1, WIDTH), np.float32)

@@ -8,11 +8,11 @@ import pytest
 
 from edje_index.search.late_interaction_search import LateInteractionSearch, max_sim
 from pipelines.jobs.ann import add_ann
-from storage_formats import IndexWriter, TokenStore, verify_index
+from storage_formats import TokenStore, verify_index
 from storage_formats.codecs import kernels
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec
-from tests.conftest import write_random_index
+from tests.conftest import write_arrays, write_random_index
 
 # more than one batch of scoring
 ROWS = 300
@@ -25,14 +25,14 @@ def written(tmp_path_factory):
     rng = np.random.default_rng(3)
     blocks = rng.standard_normal((ROWS, 4, 16), dtype=np.float32)
     embeddings = rng.standard_normal((ROWS, 8), dtype=np.float32)
-    with IndexWriter.create(
+    write_arrays(
         root,
-        block_shape=(4, 16),
-        embed_dim=8,
+        blocks,
+        embeddings,
+        [f"page {row}" for row in range(ROWS)],
         precisions=["fp8", "bf16"],
         shard_size=128,
-    ) as writer:
-        writer.append(blocks, embeddings, [f"page {row}" for row in range(ROWS)])
+    )
     add_ann(root)
     return root, embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
 
