@@ -112,13 +112,3 @@ def test_the_citation_has_the_version_of_the_package():
     assert re.findall(r"^version: (.+)$", text, re.MULTILINE) == [
         edje_index.__version__
     ]
-
-
-def test_the_changelog_keeps_its_form():
-    text = (REPO / "CHANGELOG.md").read_text()
-    versions = re.findall(r"^## (.+)$", text, re.MULTILINE)
-    assert versions[0] == "Unreleased"
-    for heading in versions[1:]:
-        assert re.fullmatch(r"\d+\.\d+\.\d+ - \d{4}-\d{2}-\d{2}", heading), heading
-    kinds = set(re.findall(r"^### (.+)$", text, re.MULTILINE))
-    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}

@@ -203,20 +203,6 @@ def test_parts_of_a_package_import_one_another_without_cycles(package):
     assert not cycle, "\n".join(steps)
 
 
-def test_a_cycle_is_found():
-    arrows = {"a": {"b": Path()}, "b": {"c": Path(), "d": Path()}, "d": {"b": Path()}}
-    assert find_cycle(arrows) == ["b", "d", "b"]
-
-
-def test_the_first_level_of_edje_index_is_small():
-    entries = [
-        entry.name
-        for entry in (REPO / "edje_index").iterdir()
-        if entry.name != "__pycache__"
-    ]
-    assert len(entries) <= 16, sorted(entries)
-
-
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
 
 
@@ -284,17 +270,3 @@ def test_one_module_reads_parquet_files():
     }
     assert not names & {f"pyarrow.parquet.{reader}" for reader in PARQUET_READERS}
     assert not {name for name in names if name.startswith("pyarrow.dataset")}
-
-
-def test_no_line_is_wider_than_88_columns():
-    command = ["git", "ls-files", "*.py"]
-    listed = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-    wide = [
-        f"{name}:{number}"
-        for name in listed.stdout.splitlines()
-        if (REPO / name).exists()
-        for number, line in enumerate((REPO / name).read_text().splitlines(), 1)
-        if len(line) > 88 and "://" not in line
-    ]
-    assert listed.stdout
-    assert not wide, wide

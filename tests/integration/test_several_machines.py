@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
@@ -106,32 +105,6 @@ class Build:
             assert time.monotonic() < deadline, self.messages()
             time.sleep(0.02)
 
-    def freeze(self, number: int) -> list[psutil.Process]:
-        """Suspend the worker of a node while it encodes a shard."""
-        while True:
-            self.wait_until(
-                lambda: bool(self.nodes.workers(number) and self.attempts())
-            )
-            workers = self.nodes.workers(number)
-            for worker in workers:
-                worker.suspend()
-            begun = self.attempts()
-            finished = len(self.events("shard"))
-            # a shard that another worker encodes does not stay
-            if len(self.nodes.numbers) > 1:
-                # the suspended worker may have the last shard
-                enough = min(finished + 3, PHOTOS // SHARD_SIZE - 1)
-                self.wait_until(
-                    lambda enough=enough: len(self.events("shard")) >= enough
-                )
-            if set(begun) & set(self.attempts()):
-                return workers
-            for worker in workers:
-                worker.resume()
-
-    def attempts(self) -> list[Path]:
-        return list((self.out / "build" / "attempts").glob("*.json"))
-
     def result(self) -> dict[str, Any]:
         out, err = self.process.communicate(timeout=BUILD_SECONDS)
         assert self.process.returncode == 0, err
@@ -162,15 +135,6 @@ def test_a_node_without_the_index_directory_is_named(case, nodes, tmp_path):
         )
         assert "Traceback" not in err
 
-
-@pytest.mark.parametrize("how", ["stop", "kill"])
-def test_the_shard_of_a_lost_node_runs_again(case, nodes, tmp_path, how):
-    nodes.add(2)
-    nodes.add(3)
-    with Build(case, tmp_path / "index", nodes) as run:
-        run.freeze(3)
-        getattr(nodes, how)(3)
-        check(run.result(), case, run.out)
         # The build may end before Ray notices the loss;
         # tests/pipelines/test_ray_nodes.py waits for this message.
 

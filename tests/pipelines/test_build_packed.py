@@ -10,10 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines import repair_index, update_index
-from pipelines.cli.info import failed_rows
+from pipelines import repair_index
 from storage_formats import TokenStore, read_rows, verify_index
-from tests.pipelines.conftest import run_build, write_photo
+from tests.pipelines.conftest import run_build
 
 
 @pytest.fixture
@@ -64,20 +63,3 @@ def test_damaged_tokens_of_members_are_encoded_again(tmp_path, packed, config):
         path.unlink()
     assert repair_index(request.out).left == ()
     assert verify_index(request.out) == []
-
-
-def test_failed_members_are_retried(tmp_path, photos, packed, config):
-    request = replace(config(), sources=(str(packed),), out=tmp_path / "packed.edje")
-    run_build(request)
-    names = {row["uri"] for row in failed_rows(request.out)}
-    assert names == {
-        f"{packed}/a.tar.gz!07.jpg",
-        f"{packed}/b.zip!07.jpg",
-        f"{packed}/c.parquet!image/7",
-    }
-    write_photo(photos / "07.jpg", 7)
-    _pack(photos, packed)
-    result = update_index(request.out, retry_failed=True, engine="inline")
-    # the three members are equal
-    assert (result.deleted, result.new, result.duplicates) == (3, 1, 2)
-    assert list(failed_rows(request.out)) == []

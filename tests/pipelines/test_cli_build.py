@@ -81,19 +81,6 @@ def test_an_output_in_its_source_is_no_input(run, build, photos):
     ), err
 
 
-def test_failures_lists_each_failed_input_with_its_reason(run, build, index, photos):
-    (photos / "08.jpg").write_bytes((photos / "08.jpg").read_bytes()[:300])
-    run(*build, "--max-failed", 1)
-    listed = json.loads(run("failures", index, "--json")[1])["failures"]
-    assert [(row["row_id"], row["reason"], row["uri"]) for row in listed] == [
-        (7, "not-an-image", str(photos / "07.jpg")),
-        (8, "truncated", str(photos / "08.jpg")),
-    ]
-    code, out, err = run("failures", index)
-    assert (code, err) == (0, "")
-    assert out.endswith(f"\n8  truncated  {photos / '08.jpg'}  {listed[1]['detail']}\n")
-
-
 def test_truncated_images_are_loaded_on_request_and_counted(run, build, index, photos):
     (photos / "08.jpg").write_bytes((photos / "08.jpg").read_bytes()[:-300])
     code, out, _ = run(*build, "--truncated", "load", "--json")

@@ -230,16 +230,6 @@ def test_a_reader_of_a_replaced_index_opens_it_again(index, other):
         read_index_rows(reader)
 
 
-def test_failures_and_dry_runs_of_an_index_at_a_url(index, run):
-    copy_index(index, URL)
-    code, out, error = run("failures", URL, "--json")
-    assert (code, [row["row_id"] for row in json.loads(out)["failures"]]) == (
-        0,
-        [5],
-    ), error
-    assert delete_rows(URL, rows=[1], dry_run=True).left == 20
-
-
 DAMAGES = {
     "tokens/bf16/c.1.0.0": lambda data: flipped(data, 40),
     "tokens/fp8/c.0.0": lambda data: data[:-1],

@@ -5,7 +5,6 @@ requests.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 from types import SimpleNamespace
@@ -36,7 +35,6 @@ from pipelines.progress.events import JobStopped
 from storage_formats.cgroups import available_memory
 from storage_formats.errors import UsageError
 from storage_formats.format.journal import read_journal
-from storage_formats.format.json_values import read_json
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.places import Directory
@@ -88,27 +86,6 @@ def test_a_plan_holds_every_input_and_is_resumed_without_looking_at_the_sources(
     assert plan(config(engine="ray", workers=2, memory=10**10)) == made, (
         "they do not determine the bytes"
     )
-
-
-def test_indexes_of_earlier_versions_have_the_settings_that_they_do_not_record(config):
-    made = plan(config())
-    settings = json.loads(json.dumps(dataclasses.asdict(made.settings)))
-    for name in ("truncated", "frames"):
-        del settings[name]
-    assert read_json(BuildSettings, settings) == made.settings
-    for later in ({"truncated": "load"}, {"frames": 8}):
-        changed = dataclasses.replace(made.settings, **later)
-        assert (
-            dataclasses.replace(made, settings=changed).fingerprint != made.fingerprint
-        )
-    newer = dataclasses.make_dataclass(
-        "Newer", [("added", int, 0)], bases=(BuildSettings,), frozen=True
-    )
-    for added in (0, 1):
-        changed = newer(**vars(made.settings), added=added)
-        assert (
-            dataclasses.replace(made, settings=changed).fingerprint == made.fingerprint
-        ) == (added == 0)
 
 
 @pytest.mark.parametrize(

@@ -446,24 +446,6 @@ def test_a_stopped_update_starts_anew_if_the_sources_change(built, photos, confi
     assert stop_all == ["c.0.0.0", "c.1.0.0", "c.2.0.0", "c.3.0.0"]
 
 
-def test_a_list_with_repeated_and_missing_entries(config, photos, tmp_path):
-    entries = [
-        "photos/00.jpg",
-        "photos/01.jpg",
-        "photos/00.jpg",
-        "photos/gone.jpg",
-        "photos/02.jpg",
-    ]
-    listing = tmp_path / "list.jsonl"
-    listing.write_text("".join(json.dumps({"path": entry}) + "\n" for entry in entries))
-    run_build(replace(config(), sources=(str(listing),)))
-    assert update(config().out).unchanged == 4
-    (photos / "00.jpg").unlink()
-    write_photo(photos / "gone.jpg", 80)
-    check(update(config().out), changed=1, failed=2, failed_by_reason={"missing": 2})
-    check(update(config().out), unchanged=3, failed_by_reason={"missing": 2})
-
-
 def test_the_command(built, photos, run):
     change_photos(photos)
     before = files(built)
@@ -502,26 +484,6 @@ def test_failed_inputs_are_tried_again(built, photos):
     assert contents(built)[str(photos / "07.jpg")][0] == "indexed"
     assert problems_and_counts(built) == []
     assert update(built).unchanged == 9
-
-
-def test_inputs_that_fail_again_stay_listed(built, photos, run):
-    (photos / "08.jpg").write_bytes(b"broken")
-    assert update(built).failed == 2
-    failed = {"07.jpg", "08.jpg"}
-    assert {Path(row["uri"]).name for row in failed_rows(built)} == failed
-    write_photo(photos / "30.jpg", 30)
-    check(retry(built), new=1, failed=2, deleted=2)
-    assert {Path(row["uri"]).name for row in failed_rows(built)} == failed
-    (photos / "07.jpg").unlink()
-    write_photo(photos / "08.jpg", 88)
-    code, output, _ = run(
-        "update", built, photos, "--retry-failed", "--engine", "inline", "--json"
-    )
-    result = json.loads(output)
-    assert code == 0
-    assert (result["new"], result["vanished"], result["deleted"]) == (1, 1, 2)
-    assert list(failed_rows(built)) == []
-    assert problems_and_counts(built) == []
 
 
 def test_inputs_that_work_now_are_tried_again_with_the_same_content(
@@ -775,13 +737,6 @@ def test_what_was_deleted_stays_deleted_until_it_changes(
     delete_rows(built, rows=[row_ids(built)["02.jpg"]])
     assert update(built).stay_deleted == 1
     assert problems_and_counts(built) == []
-
-
-def test_a_file_that_was_gone_for_a_while_comes_back(built, photos):
-    (photos / "00.jpg").rename(photos / "00.away")
-    assert update(built).vanished == 1
-    (photos / "00.away").rename(photos / "00.jpg")
-    assert (update(built).new, update(built).stay_deleted) == (1, 0)
 
 
 def test_what_was_deleted_before_a_merge_stays_deleted(config, photos, tmp_path):

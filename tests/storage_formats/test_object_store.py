@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelines import copy_index, delete_rows, quantize_index
+from pipelines import copy_index, quantize_index
 from storage_formats import (
     CorruptIndexError,
     IncompleteIndexError,
@@ -23,8 +23,6 @@ from storage_formats import (
 )
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout
-from storage_formats.format.remote import open_index
-from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.remote import objects
 from storage_formats.remote.objects import ObjectFolder, ObjectStoreError
 from tests.conftest import rows_path, same_bits
@@ -83,15 +81,6 @@ def test_blocks_equal_those_of_a_local_fetch(stored, whole, precision):
         assert (remote.fetch_records(row_ids) == local.fetch_records(row_ids)).all()
         assert same_bits(next(remote.iter_fetch([row_ids])), whole[precision][row_ids])
         assert len(remote.fetch([])) == 0
-
-
-def test_rows_and_embeddings_equal_those_on_disk(stored):
-    row_ids = [299, 0, 64, 3, 3]
-    assert read_rows(URL, row_ids) == read_rows(stored[0], row_ids)
-    remote, local = (
-        read_embeddings(open_index(root), row_ids) for root in (URL, stored[0])
-    )
-    np.testing.assert_array_equal(remote, local)
 
 
 def test_an_index_opens_by_plain_http(built, server, whole):
@@ -190,23 +179,6 @@ def test_only_tokens_are_requested_again(stored, proxy):
         if method == "GET"
     }
     assert paths == {"index.json", "tokens/bf16/c.0.0.0", "tokens/bf16/c.3.0.0"}
-
-
-def test_a_store_keeps_its_snapshot_until_refresh(own, whole):
-    root, url = own
-    store = TokenStore.open(url)
-    delete_rows(root, rows=[1])
-    copy_index(root, url)
-    assert same_bits(store.fetch([1]), whole["bf16"][[1]])
-    assert store.refresh() == 1
-    with pytest.raises(IndexError, match="deleted"):
-        store.fetch([1])
-    with TokenStore.open(url, snapshot=0) as earlier:
-        assert same_bits(earlier.fetch([1]), whole["bf16"][[1]])
-    with pytest.raises(
-        UsageError, match="has no snapshot 7; its current snapshot is 1"
-    ):
-        TokenStore.open(url, snapshot=7)
 
 
 def test_a_reader_of_a_dropped_precision_is_told_to_open_the_index_again(own):

@@ -2,7 +2,6 @@
 retrievers and re-rankers.
 """
 
-import numpy as np
 import pytest
 
 pytest.importorskip("langchain_tests")
@@ -84,24 +83,3 @@ def test_a_query_engine_of_llama_index(index):
     ]
     # of the prompt, which the model without weights repeats
     assert "row_id:" in answer.response
-
-
-def test_numbers_of_numpy(index):
-    numbers = {"k": np.int64(2), "pool": np.int32(3)}
-    found = langchain.EdjeRetriever(index=index, **numbers).invoke("a dog")
-    nodes = llama_index.EdjeRetriever(index, **numbers).retrieve("a dog")
-    assert [int(node.node.id_) for node in nodes] == [
-        each.metadata["row_id"] for each in found
-    ]
-    for each in (*found, *(node.node for node in nodes)):
-        each.metadata["row_id"] = np.int64(each.metadata["row_id"])
-    top_n = np.int64(1)
-    for answer in (
-        langchain.EdjeReranker(index=index, top_n=top_n).compress_documents(found, "a"),
-        llama_index.EdjeReranker(index=index, top_n=top_n).postprocess_nodes(
-            nodes, query_str="a"
-        ),
-    ):
-        assert len(answer) == 1
-    with pytest.raises(UsageError, match="k must be an integer"):
-        langchain.EdjeRetriever(index=index, k=1.5).invoke("a dog")

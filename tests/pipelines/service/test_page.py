@@ -17,8 +17,6 @@ from urllib.parse import urlencode
 import httpx
 import pytest
 
-from edje_index.inputs.containers import ARCHIVE_SUFFIXES, PARQUET_SUFFIX
-from pipelines import append_index, build_index
 from tests.command_line import command
 from tests.pipelines.conftest import write_photo
 from tests.pipelines.service.conftest import ROWS
@@ -264,64 +262,6 @@ def test_the_comparison_shows_both_orders_and_what_a_precision_changes(watched):
         f"With nvfp4 instead of bf16, {changed} of {ROWS - 1} ranks"
         in page.inner_text("#changes")
     )
-
-
-def test_a_photo_without_a_caption_shows_its_name(browser, tiny_bundle, tmp_path):
-    for row, columns in enumerate(
-        (
-            {"captions": [], "caption": "", "text": "a lake"},
-            {"captions": [" "], "caption": "a hill"},
-            {"caption": " "},
-            {"captions": ["", "a dog"]},
-        )
-    ):
-        write_photo(tmp_path / "photos" / f"wow!{row}.jpg", row)
-        (tmp_path / "photos" / f"wow!{row}.json").write_text(json.dumps(columns))
-    build_index(tmp_path / "photos", tmp_path / "i.edje", tiny_bundle, engine="inline")
-    with serve(tmp_path, tmp_path / "i.edje") as service:
-        page = browser.new_page()
-        watched = Watched(page, service.url)
-        page.goto(service.url)
-        watched.wait()
-        texts = page.locator("#photos span").all_inner_texts()
-        assert sorted(texts) == ["a dog", "a hill", "a lake", "wow!2.jpg"]
-        page.goto(f"{service.url}/?photo=2")
-        sync_api.expect(page.locator("#caption")).to_have_text("wow!2.jpg")
-        uris = [
-            f"/x/a{suffix}!b/wow!.jpg" for suffix in (*ARCHIVE_SUFFIXES, PARQUET_SUFFIX)
-        ]
-        names = page.evaluate(
-            "async uris => { const { nameOf } = await import('/api.js');"
-            " return uris.map(uri => nameOf({ uri })); }",
-            uris,
-        )
-        assert set(names) == {"wow!.jpg"}
-        assert watched.problems == []
-        page.close()
-
-
-def test_a_search_is_sent_again_and_sees_what_was_added(browser, tiny_bundle, tmp_path):
-    write_photo(tmp_path / "photos" / "0.jpg", 0)
-    build_index(tmp_path / "photos", tmp_path / "i.edje", tiny_bundle, engine="inline")
-    with serve(tmp_path, tmp_path / "i.edje") as service:
-        page = browser.new_page()
-        watched = Watched(page, service.url)
-        page.goto(service.url)
-        watched.wait()
-        write_photo(tmp_path / "more" / "1.jpg", 1)
-        (tmp_path / "more" / "1.json").write_text('{"caption": "a new hill"}')
-        append_index(tmp_path / "i.edje", tmp_path / "more", engine="inline")
-        info = f"{service.url}/info"
-        while httpx.get(info).json()["indexes"][0]["indexed"] < 2:
-            # the service reads the manifest every two seconds
-            pass
-        sync_api.expect(page.locator("#status")).to_contain_text("1 photo ")
-        with page.expect_response("**/search"):
-            page.press("#query", "Enter")
-        sync_api.expect(page.locator("#status")).to_contain_text("2 photos ")
-        sync_api.expect(page.locator("#photos")).to_contain_text("a new hill")
-        assert watched.problems == []
-        page.close()
 
 
 def test_a_link_can_inject_nothing(watched):
