@@ -180,24 +180,12 @@ def evaluated(**numbers: Any) -> dict[str, Any]:
 
 # For each argument, a number, and a call with it.
 NUMBERS: dict[str, tuple[float, Callable[[Any, TokenIndex, TokenStore], Any]]] = {
-    "search k": (2, lambda n, index, store: index.search("a", n)),
-    "search pool": (3, lambda n, index, store: index.search("a", 2, n)),
     "search min_relevance": (
         0.25,
         lambda n, index, store: index.search("a", 3, min_relevance=n),
     ),
     "search image": (3, lambda n, index, store: index.search("a", 2, image=n)),
     "search_image": (3, lambda n, index, store: index.search_image(n, 2)),
-    "search_image k": (3, lambda n, index, store: index.search_image(1, n)),
-    "search_texts": (3, lambda n, index, store: index.search_texts(n, ["a", "b"])),
-    "search_texts k": (
-        1,
-        lambda n, index, store: index.search_texts(1, ["a", "b"], n, 2),
-    ),
-    "search_texts pool": (
-        2,
-        lambda n, index, store: index.search_texts(1, ["a", "b"], 1, n),
-    ),
     "rerank": (3, lambda n, index, store: index.rerank("a", [n, 0])),
     "score_pairs": (3, lambda n, index, store: index.score_pairs([("a", n)])),
     "Hits.first": (2, lambda n, index, store: index.search("a", 3).first(n)),

@@ -166,13 +166,22 @@ def test_a_file_of_trouble_is_not_called_damaged(tmp_path, monkeypatch, part, nu
 @pytest.mark.parametrize(
     ("call", "number"),
     [
-        *[("fadvise64", name) for name in ("EINVAL", "ENOSYS", "EPERM")],
-        *[("copy_file_range", name) for name in ("EXDEV", "ENOSYS", "EPERM")],
-        *[("io_setup", name) for name in ("ENOSYS", "EPERM", "EAGAIN")],
-        *[("statx", name) for name in ("ENOSYS", "EPERM")],
-        ("mincore", "ENOSYS"),
-        ("sendfile", "EINVAL"),
-        ("fallocate", "EOPNOTSUPP"),
+        ("fadvise64", "EINVAL"),
+        ("copy_file_range", "EXDEV"),
+        ("io_setup", "EPERM"),
+        ("statx", "ENOSYS"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                *[("fadvise64", name) for name in ("ENOSYS", "EPERM")],
+                *[("copy_file_range", name) for name in ("ENOSYS", "EPERM")],
+                *[("io_setup", name) for name in ("ENOSYS", "EAGAIN")],
+                ("statx", "EPERM"),
+                ("mincore", "ENOSYS"),
+                ("sendfile", "EINVAL"),
+                ("fallocate", "EOPNOTSUPP"),
+            )
+        ),
     ],
 )
 def test_advice_that_the_kernel_refuses(tmp_path, call, number):

@@ -59,9 +59,10 @@ def test_quantize_resumes_repeats_and_drops(case, tmp_path):
     for options, words in [
         (["--drop", "fp8", "--drop", "sign1"], "without tokens"),
         (["--to", "fp8", "--drop", "fp8"], "fp8 cannot be both added and dropped"),
-        (["--to", "fp3"], "unknown precision 'fp3'"),
-        (["--drop", "fp3"], "unknown precision 'fp3'"),
-        (["--to", "fp8", "--from", "fp3"], "unknown precision 'fp3'"),
+        *(
+            ([option, "fp3", "--to", "fp8"], "unknown precision 'fp3'")
+            for option in ("--to", "--drop", "--from")
+        ),
         (["--to", "int8", "--from", "bf16"], "does not have precision 'bf16'"),
         (
             ["--to", "int8", "--address", "head:1"],

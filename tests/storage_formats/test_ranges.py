@@ -17,8 +17,9 @@ import torch
 
 from edje_index import LateInteractionSearch, add_ann, quantize_index
 from pipelines.metadata import Ignored, source_values
-from storage_formats import EdjeError, IndexWriter, TokenStore, UsageError, precisions
+from storage_formats import EdjeError, TokenStore, UsageError, precisions
 from storage_formats.codecs import codec
+from tests.conftest import write_arrays
 
 SHAPE = (4, 32)
 NUMBERS = np.random.default_rng(0).standard_normal((6, *SHAPE)).astype(np.float32)
@@ -33,11 +34,7 @@ ERRORS = {
 
 
 def write(root: Path, blocks: Any, *, precision: str = "bf16") -> None:
-    writer = IndexWriter.create(
-        root, block_shape=SHAPE, embed_dim=8, precisions=[precision]
-    )
-    with writer:
-        writer.append(blocks, NUMBERS[:, 0, :8])
+    write_arrays(root, blocks, NUMBERS[:, 0, :8], precisions=[precision])
 
 
 @pytest.mark.parametrize("exponent", [-30, -20, -14, -10, -5, 0, 5, 10, 15, 20, 40])
@@ -122,16 +119,11 @@ def test_a_query_that_is_not_finite_is_refused(
     ("given", "stored"),
     [
         (np.float32(1.5), 1.5),
-        (np.float64(2.5), 2.5),
-        (np.float16(0.5), 0.5),
-        (np.int8(-3), -3),
         (np.uint64(7), 7),
-        (np.int64(2024), 2024),
         (np.bool_(True), True),
         (np.str_("a"), "a"),
         (np.array(4), 4),
         (np.array(["a", "b"]), ["a", "b"]),
-        (torch.tensor(1.5), 1.5),
         (torch.tensor(3), 3),
         (
             np.datetime64("2024-05-01T10:00:00", "ns"),
@@ -139,7 +131,6 @@ def test_a_query_that_is_not_finite_is_refused(
         ),
         (np.datetime64("NaT", "s"), None),
         (pandas.NaT, None),
-        (pa.scalar(7), 7),
         (pa.scalar(["a", "b"]), ["a", "b"]),
         (pa.scalar(None, pa.int64()), None),
     ],

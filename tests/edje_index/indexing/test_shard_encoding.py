@@ -223,20 +223,6 @@ def test_every_input_is_a_row_and_decodable_ones_hold_the_model_output(case, enc
         assert np.isnan(embeddings[row]).all()
 
 
-def test_helpers_prepare_the_same_shard(case, encoder):
-    """With more helpers than images per batch, some messages would be empty."""
-    task, _ = case
-    receipt = encode_shard(task, encoder)
-    expected = stored(task)
-    preparation = Preparation(task.decoding, encoder.preprocess)
-    helpers = Helpers(5, preparation, 3 * task.batch_size)
-    again = encode_shard(task, encoder, helpers=helpers)
-    helpers.close()
-    assert (again.failed, again.duplicates) == (receipt.failed, receipt.duplicates)
-    for bits, other in zip(stored(task), expected, strict=True):
-        assert np.array_equal(bits, other, equal_nan=bits.dtype == np.float32)
-
-
 def test_out_of_memory_halves_the_batch_of_the_whole_shard(case, encoder, monkeypatch):
     """The model raises above one image per pass; the bytes are those of this size."""
     task, _ = case
@@ -363,42 +349,33 @@ def test_changed_bytes_are_not_indexed_under_the_planned_hash(case, encoder):
     assert receipt.failed["changed-since-plan"] == 1
 
 
-def test_tokens_out_of_range_fail_only_their_image(case, encoder, monkeypatch):
+@pytest.mark.parametrize(
+    ("value", "precisions", "reason"),
+    [
+        (1000, ("bf16", "nvfp4"), "out-of-range"),
+        (np.inf, ("bf16",), "non-finite-output"),
+    ],
+)
+def test_wrong_output_fails_only_its_image(
+    case, encoder, monkeypatch, value, precisions, reason
+):
     task, _ = case
-    task = replace(task, spec=replace(task.spec, precisions=("bf16", "nvfp4")))
+    task = replace(task, spec=replace(task.spec, precisions=precisions))
     encode = encoder.encode
 
-    def large(pixels: torch.Tensor):
+    def broken(pixels):
         tokens, embeddings = encode(pixels)
         tokens[:, 0, 0] = 3
         # the first batch: rows 0 and 1, row 2 is truncated
         if len(tokens) == 2:
-            tokens[1, 0, 0] = 1000
-        return tokens, embeddings
-
-    monkeypatch.setattr(encoder, "encode", large)
-    receipt = encode_shard(task, encoder)
-    assert receipt.failed["out-of-range"] >= 1
-    bits, _ = stored(task)
-    assert (bits[1] == 0x7FC0).all()
-    assert (bits[0] != 0x7FC0).all()
-
-
-def test_non_finite_output_fails_only_its_image(case, encoder, monkeypatch):
-    task, _ = case
-    encode = encoder.encode
-
-    def broken(pixels: torch.Tensor):
-        tokens, embeddings = encode(pixels)
-        # the first batch: rows 0 and 1, row 2 is truncated
-        if len(tokens) == 2:
-            tokens[1, 0, 0] = np.inf
+            tokens[1, 0, 0] = value
         return tokens, embeddings
 
     monkeypatch.setattr(encoder, "encode", broken)
     receipt = encode_shard(task, encoder)
-    assert receipt.failed["non-finite-output"] >= 1
+    assert receipt.failed[reason] >= 1
     bits, embeddings = stored(task)
     assert (bits[1] == 0x7FC0).all()
+    assert (bits[0] != 0x7FC0).all()
     assert np.isnan(embeddings[1]).all()
     assert np.isfinite(embeddings[0]).all()

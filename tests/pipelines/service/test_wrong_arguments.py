@@ -150,4 +150,6 @@ def test_sequences_of_any_kind_are_accepted(library):
         hits,
     ]
     assert library.rerank("a dog", iter([3, 1])) == library.rerank("a dog", [3, 1])
-    assert library.search_image(np.int64(1), 3) == library.search_image(1, 3)
+    count = np.int64(3)
+    assert library.search_image(np.int64(1), count) == library.search_image(1, 3)
+    assert library.search("a", count, count) == library.search("a", 3, 3)
