@@ -60,6 +60,12 @@ MEMORY = Path("/dev/shm")
 DISK = Path("/var/tmp")
 # each loads torch
 MOST_WORKERS = 5
+SHARE_SERVERS = (
+    "tests/pipelines/service",
+    "tests/hostile",
+    "tests/faults",
+    "tests/pipelines/test_engines.py",
+)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -86,6 +92,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 8 << 30:
         os.environ["TMPDIR"] = str(MEMORY)
         tempfile.tempdir = None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the tests that share a server, so that one worker runs them: a worker
+    that has nothing left takes the last tests of another.
+    """
+    items.sort(key=lambda item: not item.nodeid.startswith(SHARE_SERVERS))
 
 
 def pytest_collection_finish() -> None:

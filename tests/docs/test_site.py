@@ -28,6 +28,7 @@ VIEWED = (
 SCREENS = {"wide": (1280, 900), "phone": (390, 844)}
 
 
+@pytest.mark.slow
 def test_every_public_name_is_on_its_page(site):
     """The fixture builds the site, where a broken link or a wrong docstring is an
     error.

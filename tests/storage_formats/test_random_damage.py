@@ -75,7 +75,7 @@ def read(root: Path) -> list[object]:
     return seen
 
 
-@pytest.mark.parametrize("damages", [60, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("damages", [40, pytest.param(500, marks=pytest.mark.slow)])
 def test_random_damages_are_found_and_give_no_wrong_row(tmp_path, damages):
     sound = tmp_path / "sound"
     copy = tmp_path / "copy"
