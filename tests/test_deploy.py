@@ -17,10 +17,9 @@ import time
 import httpx
 import pytest
 
-from tests.conftest import REPO
+from tests.conftest import REPO, golden_index
 
 DEPLOY = REPO / "deploy"
-GOLDEN = REPO / "tests" / "golden" / "release_0_1"
 # tenths; systemd calls a service with at most 2.0 well protected
 HIGHEST_EXPOSURE = 20
 KEY = "a-key-of-enough-letters"
@@ -75,8 +74,8 @@ def test_systemd_accepts_the_unit_and_calls_it_protected(tmp_path):
 @pytest.mark.parametrize("of", ["unit", "image"])
 def test_the_command_serves(tmp_path, of):
     paths = {
-        "/data/photos.edje": str(GOLDEN / "index"),
-        "/data/model": str(GOLDEN / "model"),
+        "/data/photos.edje": str(golden_index()),
+        "/data/model": str(REPO / "tests/golden/release_0_1/model"),
     }
     paths |= {name.replace("/data", "/srv/edje"): path for name, path in paths.items()}
     port = str(free_port())
@@ -99,19 +98,13 @@ def test_the_command_serves(tmp_path, of):
             assert process.stdout is not None
             assert process.stdout.readline().strip().endswith(f":{port}")
             subprocess.run(health, check=True)
-            ask = {
-                "url": f"http://127.0.0.1:{port}/search",
-                "json": {"query": "a dog", "k": 2},
-                "timeout": 60,
-            }
-            assert (
-                len(
-                    httpx.post(
-                        **ask, headers={"Authorization": f"Bearer {KEY}"}
-                    ).json()["hits"]
-                )
-                == 2
+            answer = httpx.post(
+                f"http://127.0.0.1:{port}/search",
+                json={"query": "a dog", "k": 2},
+                headers={"Authorization": f"Bearer {KEY}"},
+                timeout=60,
             )
+            assert len(answer.json()["hits"]) == 2
             started = time.monotonic()
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0

@@ -8,7 +8,6 @@ import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -161,28 +160,35 @@ def test_a_step_runs_once_also_in_a_moved_folder_and_a_failed_step_runs_again(
     assert len(lines) == 2
 
 
+@pytest.fixture
+def commands(monkeypatch):
+    """The names of the commands that studies run, in this process: a process per
+    command would import torch 150 times.
+    """
+    started = subprocess.run
+    names = []
+
+    def run_command(words, **options):
+        if words[1:3] != ["-m", "pipelines.cli"]:
+            return started(words, **options)
+        names.append(words[3])
+        engine = ["--engine", "inline"] if words[3] == "build" else []
+        # adds --json again
+        report = json.dumps(run_here(*words[3:-1], *engine))
+        return subprocess.CompletedProcess(words, 0, report)
+
+    monkeypatch.setattr(subprocess, "run", run_command)
+    return names
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("commands")
 def test_every_experiment_runs_on_small_data(tiny_bundle, run, tmp_path, monkeypatch):
     """Of the towers and language models only the main ones are there, so that some
     rows are not measured.
     """
     small = fetch.PAPER._replace(rows=100, blocks=50, pool=50)
     monkeypatch.setattr(fetch, "PAPER", small)
-    started = subprocess.run
-
-    def run_command(
-        words: list[str], **options: Any
-    ) -> subprocess.CompletedProcess[str]:
-        if words[1:3] != ["-m", "pipelines.cli"]:
-            return started(words, **options)
-        engine = ["--engine", "inline"] if words[3] == "build" else []
-        # adds --json again
-        return subprocess.CompletedProcess(
-            words, 0, json.dumps(run_here(*words[3:-1], *engine))
-        )
-
-    # a process per command would import torch 150 times
-    monkeypatch.setattr(subprocess, "run", run_command)
     # 64 patches, so that every adapter can make 64 tokens of them
     create_untrained_bundle(
         tmp_path / "towers", sizes=replace(TINY, image_size=8 * TINY.patch_size)
@@ -231,25 +237,15 @@ def test_every_experiment_runs_on_small_data(tiny_bundle, run, tmp_path, monkeyp
 
 
 def test_a_trained_model_is_measured_without_training(
-    tiny_bundle, run, tmp_path, monkeypatch
+    tiny_bundle, run, tmp_path, commands
 ):
     """The rows that the paper has for it, with intervals; no other row."""
-    started = subprocess.run
-
-    def run_command(words: list[str], **options: Any) -> Any:
-        if words[1:3] != ["-m", "pipelines.cli"]:
-            return started(words, **options)
-        assert words[3] != "train"
-        engine = ["--engine", "inline"] if words[3] == "build" else []
-        report = json.dumps(run_here(*words[3:-1], *engine))
-        return subprocess.CompletedProcess(words, 0, report)
-
-    monkeypatch.setattr(subprocess, "run", run_command)
     data = write_data(tmp_path / "data", 4, tiny_bundle, tiny_bundle)
     out = tmp_path / "out"
     command = ["bench", "paper", "--model", tiny_bundle, "--data", data, "--out", out]
     code, printed, err = run(*command, "--json")
     assert code == 0, err
+    assert "train" not in commands
     tables = json.loads(printed)
     assert set(tables) == set(experiments.OF_A_MODEL)
     measured = {

@@ -160,6 +160,7 @@ def test_columns_of_rows(tmp_path, rows, expected):
     table = read_rows(tmp_path / "index").to_pydict()
     assert {name: table[name] for name in expected} == expected
     assert (table["uri"], table["height"]) == (["a", "b"], [None, None])
+    assert "index" not in table
 
 
 def hours(east):
@@ -180,6 +181,7 @@ def hours(east):
         ),
         ({"uri": ["a", None]}, "column uri of rows has 1 nulls"),
         ({3: ["x"]}, "rows must be a string"),
+        ({"stars": [1 << 63] * 2}, "column stars of rows cannot store"),
         ({"captions": "a"}, r"rows\['captions'\] must be a sequence"),
         # times outside the years of Python
         *(
