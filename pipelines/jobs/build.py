@@ -19,7 +19,7 @@ from edje_index.indexing.faiss_build import AnnRequest
 from pipelines.environment import free_disk
 from pipelines.jobs.changing import (
     Applied,
-    NewContents,
+    Edit,
     apply,
     begin_new,
 )
@@ -454,16 +454,16 @@ def build_index(
                     "free_memory_bytes": usable_memory(memory),
                 },
             )
-        contents = NewContents(
+        edit = Edit(
             plan.spec,
-            encoding(change, plan, execution, on_event),
-            plan.model,
-            {**asdict(plan.settings), "inputs_digest": plan.inputs_digest},
-            plan.columns,
+            work=encoding(change, plan, execution, on_event),
+            model=plan.model,
+            settings={**asdict(plan.settings), "inputs_digest": plan.inputs_digest},
+            columns=plan.columns,
             ann=AnnRequest(memory=memory),
             offset=offset,
         )
-        applied = apply(change, contents, on_event, should_stop)
+        applied = apply(change, edit, on_event, should_stop)
     return result_of(applied, plan, 0, started)
 
 

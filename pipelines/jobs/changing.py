@@ -1,9 +1,8 @@
 """Changes of indexes by jobs: values that describe a change, and `apply`, which carries
 the change out.
 
-A job describes the change of an existing index as an `Edit`, and a new index as
-`NewContents`. `apply` runs the tasks that no earlier run has finished, and commits the
-new manifest.
+A job describes the change of an index, or a new index, as an `Edit`. `apply` runs the
+tasks that no earlier run has finished, and commits the new manifest.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -142,15 +141,17 @@ class ShardWork:
 
 @dataclass(frozen=True)
 class Edit:
-    """A description of a change of an index. `apply` carries the change out.
+    """A description of a change of an index, or of a new index. `apply` carries the
+    change out.
 
     `spec` may have new shards, or new precisions of all shards: `work` writes them. An
-    attribute with its default value changes nothing.
+    attribute with its default value changes nothing. A new index needs `work`, `model`,
+    `settings` and `columns`.
 
     Attributes:
         spec: shape of the index after the change.
-        details: members of `change` in `index.json`. They are used only if the change
-            makes a new snapshot.
+        details: members of `change` in `index.json`; empty for a build. They are used
+            only if the change makes a new snapshot or a new index.
         work: tasks that write the new shards or the new precisions.
         deleted: ids of the rows to delete. The rows must not be deleted already.
         erases: True if `work` writes shards of the index again, to `build/erased/`,
@@ -161,15 +162,18 @@ class Edit:
             shards.
         encoded_from: for each new precision, the chain of precisions that its tokens
             were converted from.
-        columns: source columns after the change; None keeps the columns.
+        columns: source columns after the change; None keeps the columns. If rows are
+            copied, the commit counts the values in the written rows.
         values: new values of rows, see `with_values`.
         removed: the `input_hash` of each input that no update may add, after the
             change. None keeps those of the index.
         settings: settings after the change; None keeps the settings.
-        model: description of the model bundle after the change; None keeps it.
-        offset: offset block to write. An index needs it if a new precision is stored
-            with an offset.
+        model: description of the model bundle after the change, see `model_record`;
+            None keeps it.
+        offset: offset block to write, if a precision is stored with an offset.
         ann: request for a nearest-neighbour index, which replaces the present one.
+        origins: indexes whose rows a new index gets. It also gets the offset block of
+            the first, and a nearest-neighbour index of the same kind as theirs.
         earlier: manifest of an earlier snapshot whose contents are restored.
         needs_indexed: True to commit nothing if `work` indexes no row.
     """
@@ -188,22 +192,29 @@ class Edit:
     model: Json | None = None
     offset: Offset | None = None
     ann: AnnRequest | None = None
+    origins: Sequence[CommittedIndex] = ()
     earlier: Manifest | None = None
     needs_indexed: bool = False
 
-    def begin(self, change: IndexChange) -> None:
-        """Write the offset block, if the edit has one."""
-        if self.erases:
+    def begin(self, change: IndexChange | NewIndex) -> None:
+        """Create the directories of a new index or an erasure, and write the offset
+        block, if the edit has one.
+        """
+        layout = change.layout
+        if isinstance(change, NewIndex):
+            begin_index(layout, self.spec)
+            for each in self.origins[:1]:
+                copy_offset(each, layout)
+        elif self.erases:
             # The directory must be on the device before the commit names its files.
-            make_directories(change.layout.erased)
-            erased = change.layout.part(change.layout.erased)
-            copy_offset(change.index, erased)
-        if self.offset is not None:
-            write_offset(change.layout, self.offset)
+            make_directories(layout.erased)
+            copy_offset(change.index, layout.part(layout.erased))
+        if self.offset is not None and self.spec.offset is not None:
+            write_offset(layout, self.offset)
 
     def commit(
         self,
-        change: IndexChange,
+        change: IndexChange | NewIndex,
         receipts: Sequence[ShardReceipt],
         on_event: OnEvent,
     ) -> Manifest:
@@ -214,6 +225,10 @@ class Edit:
         Args:
             receipts: receipts of the shards that `work` wrote.
         """
+        if isinstance(change, NewIndex):
+            manifest = self._new_manifest(change.layout, receipts, on_event)
+            change.commit(manifest)
+            return manifest
         before = change.index.manifest
         if self.needs_indexed and not total_counts(receipts).indexed:
             change.abandon()
@@ -256,66 +271,20 @@ class Edit:
         change.commit(manifest)
         return manifest
 
-
-@dataclass(frozen=True)
-class NewContents:
-    """A description of a new index. `apply` writes the index.
-
-    Attributes:
-        spec: shape of the index.
-        work: tasks that write the shards of the index.
-        model: description of the model bundle, see `model_record`.
-        settings: settings of the index.
-        columns: source columns. A build has counted their values. If rows are copied,
-            the commit counts the values in the written rows.
-        ann: request for the nearest-neighbour index of a build. None if rows are
-            copied: the nearest-neighbour index is then of the same kind as those of
-            `origins`.
-        origins: indexes whose rows are copied.
-        offset: offset block to write; None copies the offset block of the first origin,
-            if there is one.
-        details: members of `change` in `index.json`; empty for a build.
-        removed: the `input_hash` of each input that no update may add.
-    """
-
-    spec: IndexSpec
-    work: ShardWork
-    model: Json
-    settings: Json
-    columns: tuple[SourceColumn, ...]
-    ann: AnnRequest | None = None
-    origins: Sequence[CommittedIndex] = ()
-    offset: Offset | None = None
-    details: Json = field(default_factory=dict)
-    removed: Collection[bytes] = ()
-
-    def begin(self, change: NewIndex) -> None:
-        """Create the directories of the index, and write the offset block, if there is
-        one.
-        """
-        begin_index(change.layout, self.spec)
-        for each in self.origins[:1]:
-            copy_offset(each, change.layout)
-        if self.offset is not None and self.spec.offset is not None:
-            write_offset(change.layout, self.offset)
-
-    def commit(
-        self,
-        change: NewIndex,
-        receipts: Sequence[ShardReceipt],
-        on_event: OnEvent,
+    def _new_manifest(
+        self, layout: Place, receipts: Sequence[ShardReceipt], on_event: OnEvent
     ) -> Manifest:
-        """Build the nearest-neighbour index, and commit the new index. Return its
-        manifest.
+        """Build the nearest-neighbour index of a new index, and write its tables.
+        Return its manifest.
         """
         from pipelines.jobs.ann import build_copied_ann, new_ann
 
-        layout = change.layout
         spec = self.spec
-        columns = self.columns
+        columns = self.columns or ()
         manifests = [each.manifest for each in self.origins]
         if self.ann is None:
-            columns = _counted(layout, self.work.shards, columns)
+            shards = [receipt.shard for receipt in receipts]
+            columns = _counted(layout, shards, columns)
             ann = build_copied_ann(layout, spec, manifests, on_event)
         else:
             ann = new_ann(layout, spec, self.ann, on_event)
@@ -323,21 +292,20 @@ class NewContents:
         for each in manifests:
             for name, chain in each.encoded_from.items():
                 encoded_from[name] = max(encoded_from.get(name, ()), chain, key=len)
+        settings = self.settings or {}
         manifest = new_manifest(
             layout,
             spec,
             receipts,
             columns,
-            model=self.model,
-            settings={**self.settings, **processors(self.settings, receipts)},
-            plan=self.work.fingerprint,
+            model=self.model or {},
+            settings={**settings, **processors(settings, receipts)},
+            plan=self.work.fingerprint if self.work else "",
             ann=ann,
             encoded_from=encoded_from,
             change={**self.details, "created": now()} if self.details else None,
         )
-        manifest = replace(manifest, removed=write_removed(layout, self.removed))
-        change.commit(manifest)
-        return manifest
+        return replace(manifest, removed=write_removed(layout, self.removed or ()))
 
 
 @dataclass(frozen=True)
@@ -438,8 +406,8 @@ def resumable(root: IndexLocation) -> Iterator[None]:
 
 
 def apply(
-    change: Any,
-    value: Edit | NewContents,
+    change: IndexChange | NewIndex,
+    edit: Edit,
     on_event: OnEvent,
     should_stop: ShouldStop,
 ) -> Applied:
@@ -447,9 +415,7 @@ def apply(
     the change. A dry run does nothing.
 
     Args:
-        change: the running change: an `IndexChange` if `value` is an `Edit`, a
-            `NewIndex` if `value` is `NewContents`.
-        value: description of the change.
+        edit: description of the change.
 
     Raises:
         JobStopped: `should_stop()` returned True, or a shard failed. Finished shards
@@ -459,15 +425,15 @@ def apply(
     """
     if isinstance(change, IndexChange) and change.is_dry:
         return Applied(change.index.manifest)
-    value.begin(change)
-    work = value.work
+    edit.begin(change)
+    work = edit.work
     # The nearest-neighbour index is built before the commit, which may take long.
     stopped = "stopped before the commit"
     report = stop_at_events(on_event, should_stop, stopped)
     if work is None:
         if should_stop():
             raise JobStopped(stopped)
-        return Applied(value.commit(change, (), report))
+        return Applied(edit.commit(change, (), report))
     started = time.monotonic()
     earlier = change.receipts(work.shards, work.fingerprint, work.target)
     on_event(PlanReady(work.rows, len(work.shards), len(earlier), **work.described))
@@ -475,7 +441,7 @@ def apply(
     receipts = run_shards(work, target, earlier, on_event, should_stop)
     rows = sum(receipt.rows for receipt in receipts if receipt.shard not in earlier)
     speed = rows / (time.monotonic() - started)
-    return Applied(value.commit(change, receipts, report), receipts, earlier, speed)
+    return Applied(edit.commit(change, receipts, report), receipts, earlier, speed)
 
 
 def processors(

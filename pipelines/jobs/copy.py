@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from pipelines.jobs.changing import (
     Edit,
-    NewContents,
     ShardWork,
     apply,
     begin_new,
@@ -261,17 +260,17 @@ def rewrite(
             for of_shard in np.split(row_ids, range(size, len(row_ids), size)):
                 if len(of_shard):
                     rows_of_shards[next(shards)] = (copier, of_shard)
-        contents = NewContents(
+        edit = Edit(
             spec,
+            {"kind": kind, **details},
             copying(rows_of_shards, identity),
-            first.model,
-            settings,
-            tuple(columns),
+            columns=tuple(columns),
+            settings=settings,
+            model=first.model,
             origins=[index for index, _ in parts],
-            details={"kind": kind, **details},
             removed=frozenset[bytes]().union(*(index.removed for index, _ in parts)),
         )
-        applied = apply(change, contents, on_event, should_stop)
+        applied = apply(change, edit, on_event, should_stop)
     files = [file for receipt in applied.receipts for file in receipt.files]
     copied = [
         file

@@ -225,7 +225,7 @@ def conversion(
     return Edit(
         target,
         work=work,
-        offset=None if block is None else offset,
+        offset=offset,
         encoded_from=dict.fromkeys(missing, chain),
     )
 
