@@ -85,7 +85,9 @@ def write_input_lists(
             naming(path),
             # PyArrow can open a path only if it is UTF-8, so Python opens the file.
             open(path, "wb") as file,
-            pq.ParquetWriter(file, INPUT_SCHEMA, compression="zstd") as writer,
+            pq.ParquetWriter(
+                file, INPUT_SCHEMA, compression="zstd", write_page_checksum=True
+            ) as writer,
         ):
             for table in _tables(refs_of_file, row, _GROUP_ROWS):
                 writer.write_table(table)

@@ -388,7 +388,7 @@ def build_index(
             if shard_size is None:
                 size = default_shard_size(stored.rows, stored.row_bytes)
                 settings = replace(settings, shard_size=size)
-            failed = stored.failed
+            failed = dict(stored.failed)
             ignored = {**listing.ignored, **stored.ignored}
             if not stored.rows:
                 kinds = by_reason(ignored)
@@ -418,8 +418,7 @@ def build_index(
                 listing.digest,
                 stored.duplicates,
                 ignored,
-                stored.checksums,
-                stored.columns,
+                stored.columns(),
             )
             check_ann_memory(spec, memory)
             check_disk(change.layout, spec, memory)

@@ -23,7 +23,7 @@ import pyarrow as pa
 from edje_index.inputs.refs import InputRef, display_path, rows_digest
 from edje_index.inputs.tables import STANDARD_INPUT
 from pipelines.jobs.plan import (
-    CollectedColumns,
+    CollectedInputs,
     SourceGroup,
     recorded_sources,
     settings_of,
@@ -326,7 +326,7 @@ def compare_sources(
 
     unread = 0
     first_unread = ""
-    stored_values = CollectedColumns(index.spec.shard_size, columns.values())
+    stored_values = CollectedInputs(index.spec.shard_size, columns.values())
 
     def compare_values(ref: InputRef, row: _Row) -> None:
         """Note the column values of `ref` if they differ from those of `row`."""

@@ -31,7 +31,6 @@ from pipelines.jobs.plan import (
     SHARDS_PER_GPU,
     BuildSettings,
     Plan,
-    check_inputs,
     model_record,
 )
 from pipelines.jobs.resources import Execution
@@ -255,7 +254,6 @@ def earlier_plan(
                 f" finished, or {how_to_discard(change.layout)[0]} to start over"
             )
             on_event(StatusMessage(text, is_warning=True))
-    check_inputs(change.layout, plan, receipts)
     if plan.model["fingerprint"] == info.encoder_fingerprint:
         # The bundle may be at another path than in the earlier run.
         plan = replace(plan, model=model_record(info))

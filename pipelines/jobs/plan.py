@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,9 @@ from storage_formats.atomic import Json
 from storage_formats.change import Change
 from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, UsageError
-from storage_formats.format.checksum import crc32c_file, to_hex
 from storage_formats.format.json_values import read_json
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec
 from storage_formats.format.manifest import Manifest
-from storage_formats.format.places import Place
 from storage_formats.format.receipts import fingerprint
 from storage_formats.format.source_columns import (
     MAX_COLUMNS,
@@ -244,8 +242,6 @@ class Plan:
             has the same content.
         ignored: number of entries in the sources that are not inputs, by suffix or
             reason.
-        input_checksums: CRC-32C of each file in `build/inputs/`, in hexadecimal, by
-            file name.
         columns: source columns of the index after the change.
     """
 
@@ -255,7 +251,6 @@ class Plan:
     inputs_digest: str
     duplicates: int
     ignored: dict[str, int]
-    input_checksums: dict[str, str]
     columns: tuple[SourceColumn, ...] = ()
 
     @property
@@ -359,29 +354,6 @@ def refuse_differences(
         )
 
 
-@dataclass(frozen=True)
-class StoredInputs:
-    """The result of `store_inputs`: a description of the stored input lists.
-
-    Attributes:
-        rows: number of inputs. Each gets a row.
-        duplicates: number of inputs with the same content as an earlier input.
-        failed: number of inputs that cannot be read, by problem.
-        ignored: number of values of source columns that are not stored, by reason.
-        row_bytes: length of the longest metadata of a row, in bytes.
-        checksums: see `Plan.input_checksums`.
-        columns: source columns of the inputs.
-    """
-
-    rows: int
-    duplicates: int
-    failed: dict[str, int]
-    ignored: dict[str, int]
-    row_bytes: int
-    checksums: dict[str, str]
-    columns: tuple[SourceColumn, ...]
-
-
 def store_inputs(
     change: Change,
     refs: Iterable[InputRef],
@@ -389,9 +361,10 @@ def store_inputs(
     *,
     first_shard: int = 0,
     earlier_columns: Collection[SourceColumn] = (),
-) -> StoredInputs:
+) -> CollectedInputs:
     """Write `refs` to the input lists in `build/inputs/`. Earlier files in this
-    directory are removed. A dry run only counts the inputs.
+    directory are removed. A dry run only counts the inputs. Return the counts and the
+    source columns of the inputs.
 
     Args:
         shard_size: number of rows per shard.
@@ -400,82 +373,24 @@ def store_inputs(
     """
     from edje_index.inputs.input_lists import write_input_lists
 
-    rows = duplicates = 0
-    failed = Counter[str]()
-    columns = CollectedColumns(shard_size, earlier_columns)
-
-    def counted_refs() -> Iterator[InputRef]:
-        nonlocal rows, duplicates
-        for ref in refs:
-            rows += 1
-            duplicates += ref.duplicate_of is not None
-            if ref.problem is not None:
-                failed[ref.problem] += 1
-            yield columns.add(ref)
-
-    paths = []
+    collected = CollectedInputs(shard_size, earlier_columns)
+    stored = map(collected.add, refs)
     if change.is_dry:
-        deque(counted_refs(), maxlen=0)
+        deque(stored, maxlen=0)
     else:
         layout = change.layout
         directory = layout.input_lists
         layout.remove(layout.names(directory))
         directory.mkdir(parents=True, exist_ok=True)
-        paths = write_input_lists(
-            layout, counted_refs(), shard_size, first_shard=first_shard
+        layout.seal(
+            write_input_lists(layout, stored, shard_size, first_shard=first_shard)
         )
-        layout.seal(paths)
-    return StoredInputs(
-        rows,
-        duplicates,
-        dict(failed),
-        dict(columns.ignored),
-        columns.row_bytes,
-        {path.name: to_hex(crc32c_file(path)[1]) for path in paths},
-        columns.columns(),
-    )
+    return collected
 
 
-def check_inputs(
-    place: Place,
-    plan: Plan,
-    finished_shards: Collection[int],
-) -> None:
-    """Check that the input lists of `plan` are unchanged. If all shards are finished,
-    nothing is checked.
-
-    Raises:
-        CorruptIndexError: an input list is missing or differs from its checksum.
-    """
-    if len(finished_shards) == len(plan.shards):
-        return
-    for name, checksum in plan.input_checksums.items():
-        path = place.input_lists / name
-        place.get(path)
-        try:
-            damage = (
-                None
-                if to_hex(crc32c_file(path)[1]) == checksum
-                else "the checksum differs"
-            )
-        except FileNotFoundError as error:
-            damage = error.strerror
-        if damage:
-            restart = f"remove {place.location} and build again"
-            remedy = None
-            if place.manifest.exists():
-                restart = "discard the change"
-                remedy = "discard"
-            raise CorruptIndexError(
-                f"the list of inputs {path} was damaged after the change began"
-                f" ({damage}); restore it, or {restart}",
-                remedy=remedy,
-            )
-
-
-class CollectedColumns(CountedColumns):
-    """The source columns of all inputs that were added so far. If the inputs have more
-    than `MAX_COLUMNS` columns, those that appear first are kept.
+class CollectedInputs(CountedColumns):
+    """The counts and the source columns of all inputs that were added so far. If the
+    inputs have more than `MAX_COLUMNS` columns, those that appear first are kept.
 
     Args:
         shard_size: number of rows per shard. More rows per shard leave less metadata
@@ -483,7 +398,10 @@ class CollectedColumns(CountedColumns):
         earlier: source columns that the index already has.
 
     Attributes:
-        ignored: number of values that are not stored, by reason.
+        rows: number of inputs. Each gets a row.
+        duplicates: number of inputs with the same content as an earlier input.
+        failed: number of inputs that cannot be read, by problem.
+        ignored: number of values of source columns that are not stored, by reason.
         row_bytes: length of the longest metadata that was added, in bytes.
     """
 
@@ -493,17 +411,23 @@ class CollectedColumns(CountedColumns):
         earlier: Collection[SourceColumn] = (),
     ) -> None:
         super().__init__(earlier)
+        self.rows = 0
+        self.duplicates = 0
+        self.failed = Counter[str]()
         self.ignored = Counter[str]()
         self.row_bytes = 0
         self._max_row_bytes = min(MAX_ROW_BYTES, MAX_SHARD_BYTES // shard_size)
 
     def add(self, ref: InputRef) -> InputRef:
-        """Add the metadata of one input. Return the input with only the metadata to
-        store.
+        """Add one input. Return the input with only the metadata to store.
 
         Values are left out if the metadata is too long or if there are too many
         columns. `ignored` counts these values.
         """
+        self.rows += 1
+        self.duplicates += ref.duplicate_of is not None
+        if ref.problem is not None:
+            self.failed[ref.problem] += 1
         if not ref.metadata:
             return ref
         kept: dict[str, Value] = {}

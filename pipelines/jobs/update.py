@@ -588,7 +588,6 @@ def _plan_rows(
         changes.digest,
         changes.duplicates,
         changes.ignored,
-        {},
     )
     if (
         change.plan is not None
@@ -605,8 +604,7 @@ def _plan_rows(
     plan = replace(
         plan,
         ignored={**changes.ignored, **stored.ignored},
-        input_checksums=stored.checksums,
-        columns=stored.columns,
+        columns=stored.columns(),
     )
     change.store_plan(plan.to_json())
     return plan

@@ -204,6 +204,7 @@ class ParquetRowGroups:
             metadata=self._metadata,
             read_dictionary=_texts(self._metadata),
             pre_buffer=False,
+            page_checksum_verification=True,
         )
         for group in groups:
             table = opened.read_row_group(group, schema.names, use_threads=False)

@@ -57,7 +57,7 @@ _LATE_SECONDS = 60.0
 # A worker looks at the journal again after this time.
 _FRESH_SECONDS = 1.0
 _MAX_CLAIM_BYTES = 1 << 20
-# A plan lists the checksum of every list of inputs.
+# largest length of a file that `get` downloads
 _MAX_BYTES = 1 << 30
 _TRANSFERS_AT_ONCE = 8
 

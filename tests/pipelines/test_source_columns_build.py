@@ -19,7 +19,7 @@ from edje_index.captions.matching import stored_captions
 from edje_index.captions.reading import read_captions
 from edje_index.images.decode import ImageError
 from edje_index.inputs.refs import InputRef, read_bytes
-from pipelines.jobs.plan import CollectedColumns
+from pipelines.jobs.plan import CollectedInputs
 from pipelines.progress.events import ignore, never
 from pipelines.sources import Listing, open_sources
 from storage_formats import Manifest, UsageError, read_rows, verify_index
@@ -378,12 +378,12 @@ def test_values_of_a_parquet_list(tmp_path):
     assert ignored == {"(binary column)": 2}
 
 
-def add(collected: CollectedColumns, **metadata: object) -> dict | None:
+def add(collected: CollectedInputs, **metadata: object) -> dict | None:
     return collected.add(InputRef("a", b"a", metadata=metadata)).metadata
 
 
 def test_too_many_columns_and_too_long_values_are_counted():
-    collected = CollectedColumns(shard_size=4)
+    collected = CollectedInputs(shard_size=4)
     assert add(collected, text="x" * 20_000, n=1) == {"n": 1}
     assert add(collected, text="x" * 20_000) is None
     assert collected.ignored == {"(metadata too long)": 2}
