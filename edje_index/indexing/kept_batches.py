@@ -20,12 +20,9 @@ import numpy as np
 
 from storage_formats.arrays import Floats, Ints
 from storage_formats.codecs import BF16, Blocks
-from storage_formats.format.checksum import crc32c
 from storage_formats.format.places import Place
 from storage_formats.format.rows import RowEntry
 from storage_formats.remote.objects import ObjectStoreError
-
-_CRC_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -83,10 +80,8 @@ class KeptBatches:
 
     def _read(self, rows: range) -> Batch:
         data = self._place.read(self._folder / _name(rows)) or b""
-        content = data[_CRC_BYTES:]
-        if data[:_CRC_BYTES] != crc32c(content).to_bytes(_CRC_BYTES, "little"):
-            raise ValueError("the batch does not match its checksum")
-        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        # The file is a zip, whose members have checksums.
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             values = json.loads(arrays["rows"].tobytes())
             tokens = arrays["tokens"].view(BF16)
             return Batch(values, arrays["ready"], tokens, arrays["embeddings"])
@@ -113,11 +108,9 @@ class KeptBatches:
             tokens=tokens.view(np.uint16),
             embeddings=embeddings,
         )
-        content = buffer.getvalue()
-        crc = crc32c(content).to_bytes(_CRC_BYTES, "little")
         self._is_empty = False
         with contextlib.suppress(OSError, ObjectStoreError):
-            self._place.write(self._folder / _name(positions), crc + content)
+            self._place.write(self._folder / _name(positions), buffer.getvalue())
 
     def remove(self) -> None:
         """Remove the kept batches of the shard, which is finished."""

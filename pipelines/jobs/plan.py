@@ -126,40 +126,34 @@ class BuildSettings:
         shard_size = optional_count(shard_size, "shard_size")
         max_pixels = optional_count(max_pixels, "max_pixels")
         frames = optional_count(frames, "frames", MAX_FRAMES)
+        if stored is not None:
+            device = stored.device if device == "auto" else device
+            dtype = stored.dtype if dtype in (None, "auto") else dtype
+            batch_size = batch_size or stored.batch_size
+            threads = threads or stored.threads
+            shard_size = shard_size or stored.shard_size
         if device == "auto":
             from pipelines.engines.ray_engine import best_device
 
-            device = stored.device if stored else best_device(cluster)
+            device = best_device(cluster)
         if dtype is None or dtype == "auto":
             # Only "auto" looks at the instructions of the CPU. None depends on the
             # device alone, so that the stored bytes do not depend on the model of the
             # CPU.
             is_fast = device != "cpu" or (dtype == "auto" and has_bfloat16())
-            dtype = stored.dtype if stored else "bfloat16" if is_fast else "float32"
-        if threads is None:
-            threads = stored.threads if stored else min(usable_cpus(), _MAX_THREADS)
-        if shard_size is None:
-            # This is the size for a small collection. Once the number of rows is known,
-            # a build replaces it by `default_shard_size`.
-            shard_size = stored.shard_size if stored else SHARD_SIZE
-        if batch_size is None:
-            batch_size = (
-                stored.batch_size
-                if stored
-                else _CPU_BATCH
-                if device == "cpu"
-                else _CUDA_BATCH
-            )
+            dtype = "bfloat16" if is_fast else "float32"
         return cls(
             sources=tuple(map(absolute_spec, sources)),
             precisions=tuple(dict.fromkeys(precisions)),
             max_pixels=max_pixels or DEFAULT_MAX_PIXELS,
-            batch_size=batch_size,
-            threads=threads,
+            batch_size=batch_size or (_CPU_BATCH if device == "cpu" else _CUDA_BATCH),
+            threads=threads or min(usable_cpus(), _MAX_THREADS),
             device=device,
             dtype=dtype,
             frames=frames,
-            shard_size=shard_size,
+            # This is the size for a small collection. Once the number of rows is known,
+            # a build replaces it by `default_shard_size`.
+            shard_size=shard_size or SHARD_SIZE,
             **others,
         )
 
