@@ -5,6 +5,7 @@ and exit codes.
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import signal
 import sys
@@ -12,13 +13,13 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import click
 from click.shell_completion import shell_complete
 
 from edje_index import __version__
 from pipelines.cli.command import COMMON_OPTIONS
-from pipelines.cli.lazy_group import LazyGroup
 from pipelines.cli.output import (
     LOG_KEY,
     open_standard_streams,
@@ -102,7 +103,53 @@ SECTIONS = {
 command.
 """
 
-_COMMANDS = {name for section in SECTIONS.values() for name in section}
+_MODULE_OF: dict[str, Any] = {
+    name: module for section in SECTIONS.values() for name, module in section.items()
+}
+
+
+class LazyGroup(click.Group):
+    """A group that imports the module of a command only when the command or its
+    help is needed.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        # click reads only the names of the commands, for its suggestions.
+        super().__init__(commands=dict(_MODULE_OF), **settings)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_MODULE_OF)
+
+    def get_command(
+        self,
+        ctx: click.Context,
+        cmd_name: str,
+    ) -> click.Command | None:
+        module = _MODULE_OF.get(cmd_name)
+        if module is None:
+            return None
+        for value in vars(importlib.import_module(module)).values():
+            if isinstance(value, click.Command) and value.name == cmd_name:
+                return value
+        raise LookupError(cmd_name)
+
+    def format_commands(
+        self,
+        ctx: click.Context,
+        formatter: click.HelpFormatter,
+    ) -> None:
+        column = max(map(len, _MODULE_OF))
+        # Width of the short help texts. As in click's own method, 6 characters of the
+        # line are left free for indentation and for the space before the text.
+        width = formatter.width - 6 - column
+        for heading, section in SECTIONS.items():
+            rows = []
+            for name in section:
+                command = self.get_command(ctx, name)
+                assert command is not None
+                rows.append((name.ljust(column), command.get_short_help_str(width)))
+            with formatter.section(heading):
+                formatter.write_dl(rows)
 
 
 def _print_version(
@@ -130,7 +177,6 @@ def _print_version(
 
 @click.group(
     cls=LazyGroup,
-    sections=SECTIONS,
     context_settings={
         "help_option_names": ["-h", "--help"],
         "max_content_width": 100,
@@ -231,7 +277,7 @@ def _run(arguments: list[str], interrupts: Sequence[int]) -> int:
         raise
     except BaseException as raised:
         command = next(
-            (argument for argument in arguments if argument in _COMMANDS), ""
+            (argument for argument in arguments if argument in _MODULE_OF), ""
         )
         # After Ctrl-C, an error that is not itself reported as an interrupt is only a
         # consequence of the interrupt.

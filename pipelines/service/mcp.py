@@ -28,17 +28,6 @@ _INSTRUCTIONS = (
 )
 
 
-@contextlib.contextmanager
-def _refused() -> Iterator[None]:
-    """Turn an error of the index into a ToolError, so that the assistant gets the
-    message, which says what to do.
-    """
-    try:
-        yield
-    except (EdjeError, OSError, MemoryError) as error:
-        raise ToolError(str(error) or type(error).__name__) from error
-
-
 def mcp_server(index: TokenIndex) -> MCPServer[Any]:
     """Return a server whose tools search `index`. After a change of the index, they
     search its current snapshot.
@@ -50,9 +39,13 @@ def mcp_server(index: TokenIndex) -> MCPServer[Any]:
     @contextlib.contextmanager
     def opened() -> Iterator[TokenIndex]:
         nonlocal index
-        with turn, _refused():
-            index = index.at_current_snapshot()
-            yield index
+        try:
+            with turn:
+                index = index.at_current_snapshot()
+                yield index
+        except (EdjeError, OSError, MemoryError) as error:
+            # The assistant gets the message, which says what to do.
+            raise ToolError(str(error) or type(error).__name__) from error
 
     def search_by_text(
         query: str,

@@ -15,7 +15,7 @@ import pytest
 
 from pipelines.cli.bundles import model
 from pipelines.cli.changes import ann
-from pipelines.cli.main import SECTIONS, cli, main
+from pipelines.cli.main import _MODULE_OF, SECTIONS, cli, main
 from tests.command_line import command, environment
 from tests.conftest import REPO
 
@@ -150,7 +150,7 @@ def test_an_error_with_json_is_an_object_too(run, tmp_path):
 
 
 def test_an_unexpected_error_is_one_line_and_says_how_to_see_more(run, monkeypatch):
-    monkeypatch.setitem(cli._modules, "info", __name__)
+    monkeypatch.setitem(_MODULE_OF, "info", __name__)
     code, out, err = run("info", "--help")
     assert (code, out) == (1, "")
     assert (

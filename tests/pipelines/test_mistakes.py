@@ -44,7 +44,7 @@ MISTAKES = [
         "demo (a small model, without the Hub)",
     ),
     (f"build photos {BUILD}2", 2, "inline2", "ray"),
-    ("serch photos.edje x", 2, "No such command", "Did you mean 'search'"),
+    ("serch photos.edje x", 2, "No such command", "'search'"),
     ("edit photos.edje --rows 1 --set title", 2, "sets nothing", "COLUMN=VALUE"),
     ("edit photos.edje --rows 1 --set uri=x", 2, "column uri", "set another column"),
     ("edit photos.edje --rows 1 --set captionz=x", 2, "mean caption?", "--new-column"),

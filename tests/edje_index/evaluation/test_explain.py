@@ -9,12 +9,12 @@ from scipy import stats
 from scipy.spatial.distance import cdist
 
 from edje_index.bundles.bundle import load_scorer
-from edje_index.evaluation.alignment import (
+from edje_index.evaluation.explain import (
     Alignment,
+    Vocabulary,
     alignment_scores,
     content_words,
 )
-from edje_index.evaluation.explain import Vocabulary
 from edje_index.models.devices import to_bf16_array
 from storage_formats.errors import UsageError
 
