@@ -172,18 +172,40 @@ def _upgraded(
             results, because snapshots often share their rows.
     """
     try:
-        segments = value.get("segments") or [{"first_row": 0}]
-        first_shard = segments[0]["first_row"] // value["shard_size"]
+        segments = value.get("segments", [])
+        first_row = segments[0]["first_row"] if segments else 0
+        first_shard = first_row // value["shard_size"]
         edits = tuple(map(FileEntry.from_json, value.get("edits", ())))
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        deleted = value.get("deleted")
+        offset = value.get("offset")
+        new = {
+            **value,
+            "format_version": FORMAT_VERSION,
+            "precisions": [each["name"] for each in value["precisions"]],
+            "encoded_from": {
+                each["name"]: each["encoded_from"]
+                for each in value["precisions"]
+                if "encoded_from" in each
+            },
+            "offset": offset and {**offset, "crc32c": int(offset["crc32c"], 16)},
+            "shard_tables": [
+                value["shard_table"],
+                *(each["shard_table"] for each in segments[1:]),
+            ],
+            "rows_files": [{"first_shard": first_shard, "file": _PROVISIONAL}],
+            "snapshot": {
+                "number": value.get("snapshot", 0),
+                "change": value.get("change", {}),
+                "next_shard": value.get("next_shard", 0),
+                "deleted": deleted,
+                "deleted_rows": deleted["rows"] if deleted else 0,
+                "oldest": value.get("oldest_snapshot"),
+            },
+        }
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as e:
         raise CorruptIndexError(
-            f"a member of {path} is missing or has the wrong type ({error!r})"
-        ) from error
-    new = {
-        **value,
-        "format_version": FORMAT_VERSION,
-        "rows_files": [{"first_shard": first_shard, "file": _PROVISIONAL}],
-    }
+            f"a member of {path} is missing or has the wrong type ({e!r})"
+        ) from e
     new["crc32c"] = json_checksum(new)
     manifest = Manifest.parse(json.dumps(new).encode(), path)
     files: dict[int, FileEntry] = {}

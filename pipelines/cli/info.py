@@ -64,6 +64,7 @@ def describe_index(root: Path | str) -> Json:
     from dataclasses import asdict
 
     from edje_index.indexing.ann_kind import rebuild_reasons
+    from storage_formats.format.layout import FORMAT_VERSION
     from storage_formats.format.remote import open_index
 
     index = open_index(root)
@@ -92,7 +93,7 @@ def describe_index(root: Path | str) -> Json:
         "model": manifest.model,
         "settings": manifest.settings,
         "plan": manifest.plan,
-        "format_version": manifest.format_version,
+        "format_version": FORMAT_VERSION,
         "created_by": manifest.created_by,
     }
 

@@ -51,6 +51,7 @@ from storage_formats.change import begin_index
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.file_check import FileEntry
+from storage_formats.format.json_values import write_json
 from storage_formats.format.layout import Segment
 from storage_formats.format.manifest import CommittedIndex, Counts
 from storage_formats.format.places import Place
@@ -239,7 +240,7 @@ def rewrite(
             {
                 "index": str(index.location),
                 "tables": [table.to_json() for table in index.manifest.shard_tables],
-                "files": [file.to_json() for file in index.manifest.rows_files],
+                "files": [write_json(file) for file in index.manifest.rows_files],
                 "rows": hashlib.sha256(row_ids.astype("<i8").tobytes()).hexdigest(),
             }
             for index, row_ids in parts

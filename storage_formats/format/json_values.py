@@ -1,4 +1,6 @@
-"""Converts parsed JSON to dataclasses, and checks the types of the values."""
+"""Converts parsed JSON to dataclasses, and checks the types of the values. Converts
+dataclasses to JSON.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +61,29 @@ def read_json(kind: Any, value: Any, name: str = "it") -> Any:
         return [read_json(get_args(kind)[0], each, name) for each in value]
     # A `dict` with type arguments is `dict[str, V]`: each value must be of type V. The
     # values of a plain `dict` are not checked.
-    for each in value.values() if get_args(kind) else ():
-        read_json(get_args(kind)[1], each, name)
+    if plain is dict and get_args(kind):
+        of_values = get_args(kind)[1]
+        return {key: read_json(of_values, each, name) for key, each in value.items()}
     return value
+
+
+def write_json(value: Any) -> dict[str, Any]:
+    """Return the members of a dataclass as JSON, from which `read_json` makes an equal
+    object. Members that are None are left out.
+    """
+    return {
+        name: _written(member)
+        for name, member in vars(value).items()
+        if member is not None
+    }
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_written(each) for each in value]
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    return write_json(value) if dataclasses.is_dataclass(value) else value
 
 
 _types_of = functools.cache(typing.get_type_hints)

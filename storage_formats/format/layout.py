@@ -120,7 +120,7 @@ class IndexSpec:
 
     def __post_init__(self) -> None:
         numbers = (self.rows, self.shard_size, *self.block_shape, self.embed_dim)
-        if min(numbers) < 1:
+        if min(numbers) < 1 or len(numbers) != 5:
             raise UsageError(
                 "rows, shard_size, block_shape and embed_dim must be positive, got"
                 f" {self}"

@@ -7,14 +7,14 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from storage_formats.arguments import as_count, as_path
 from storage_formats.atomic import Json, json_bytes
-from storage_formats.codecs import check_names, codec
+from storage_formats.codecs import check_names
 from storage_formats.errors import (
     CorruptIndexError,
     IncompleteIndexError,
@@ -27,14 +27,12 @@ from storage_formats.format.downloads import download
 from storage_formats.format.file_check import FileEntry
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.journal import end_erasure
-from storage_formats.format.json_values import read_json
+from storage_formats.format.json_values import read_json, write_json
 from storage_formats.format.layout import (
     FORMAT,
     FORMAT_VERSION,
     IndexSpec,
     Layout,
-    OffsetBlock,
-    Segment,
 )
 from storage_formats.format.shard_table import read_shard_table
 from storage_formats.format.source_columns import SourceColumn, check_columns
@@ -153,21 +151,6 @@ class Ann(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class _Precision:
-    """An item of the member `precisions` of `index.json`."""
-
-    name: str
-    encoded_from: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Segment(Segment):
-    """An item of the member `segments` of `index.json`."""
-
-    shard_table: FileEntry
-
-
-@dataclass(frozen=True)
 class RowsFile:
     """An item of the member `rows_files` of `index.json`: a file with the rows of
     consecutive shards, up to the first shard of the next file (SPEC.md section 9).
@@ -175,41 +158,6 @@ class RowsFile:
 
     first_shard: int
     file: FileEntry
-
-    def to_json(self) -> Json:
-        """Return the item as a JSON object."""
-        return {"first_shard": self.first_shard, "file": self.file.to_json()}
-
-
-@dataclass(frozen=True)
-class _Members:
-    """The members of `index.json` with their types, as SPEC.md sections 4 and 12
-    list them. `_manifest` converts an object of this class to a `Manifest`.
-    """
-
-    rows: int
-    shard_size: int
-    shards: int
-    block_shape: tuple[int, int]
-    embed_dim: int
-    precisions: tuple[_Precision, ...]
-    counts: Counts
-    model: Json
-    settings: Json
-    plan: str
-    ann: Ann
-    created_by: str
-    shard_table: FileEntry
-    rows_files: tuple[RowsFile, ...]
-    segments: tuple[_Segment, ...] = ()
-    snapshot: int = 0
-    change: Json = field(default_factory=dict)
-    next_shard: int = 0
-    oldest_snapshot: int | None = None
-    deleted: Json | None = None
-    offset: Json | None = None
-    columns: tuple[SourceColumn, ...] = ()
-    removed: FileEntry | None = None
 
 
 @dataclass(frozen=True)
@@ -331,69 +279,20 @@ class Manifest:
         return _parse(where, value)
 
     def to_json(self) -> Json:
-        """Return the members of `index.json`. Optional members that the index does not
-        use are left out, for example `columns` if there are no source columns.
-        """
-        spec = self.spec
-        snapshot = self.snapshot
-        precisions = []
-        for name in spec.precisions:
-            record_bytes = codec(name, spec.block_shape).record_bytes
-            precision = {"name": name, "record_bytes": record_bytes}
-            if origins := self.encoded_from.get(name):
-                precision["encoded_from"] = list(origins)
-            precisions.append(precision)
-        value: Json = {
+        """Return the members of `index.json`."""
+        members = write_json(self)
+        value = {
             "format": FORMAT,
-            "format_version": self.format_version,
-            "created_by": self.created_by,
-            "rows": spec.rows,
-            "shard_size": spec.shard_size,
-            "shards": spec.shards,
-            "block_shape": list(spec.block_shape),
-            "embed_dim": spec.embed_dim,
-            "precisions": precisions,
-            "counts": asdict(self.counts),
-            "model": self.model,
-            "settings": self.settings,
-            "plan": self.plan,
-            "shard_table": self.shard_tables[0].to_json(),
-            "rows_files": [each.to_json() for each in self.rows_files],
-            "ann": self.ann,
+            "format_version": FORMAT_VERSION,
+            # The members of the shape stand beside the others.
+            **members.pop("spec"),
+            **members,
         }
-        if spec.segments:
-            tables = zip(spec.segments, self.shard_tables, strict=True)
-            value["segments"] = [
-                {**segment.__dict__, "shard_table": table.to_json()}
-                for segment, table in tables
-            ]
-        if self.columns:
-            value["columns"] = [column.to_json() for column in self.columns]
-        if self.removed is not None:
-            value["removed"] = self.removed.to_json()
-        if spec.offset is not None:
-            (entry,) = self.offset_files
-            names = list(spec.offset.precisions)
-            value["offset"] = {**entry.to_json(), "precisions": names}
-        if snapshot.number or snapshot.change:
-            value["snapshot"] = snapshot.number
-            value["change"] = snapshot.change
-            value["next_shard"] = snapshot.next_shard
-            if snapshot.oldest is not None:
-                value["oldest_snapshot"] = snapshot.oldest
-            if snapshot.deleted is not None:
-                deleted = snapshot.deleted.to_json()
-                value["deleted"] = {**deleted, "rows": snapshot.deleted_rows}
         return {**value, "crc32c": json_checksum(value)}
 
     def write(self, place: Place) -> None:
         """Replace `index.json`. This commits the snapshot."""
         place.commit(json_bytes(self.to_json()))
-
-    @property
-    def format_version(self) -> str:
-        """The format version of the index."""
-        return FORMAT_VERSION
 
     @property
     def ann_files(self) -> list[FileEntry]:
@@ -628,12 +527,12 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
             " restore the file from a backup"
         )
     try:
-        members: _Members = read_json(_Members, value, "index.json")
-        manifest = _manifest(members)
+        manifest: Manifest = read_json(Manifest, {**value, "spec": value}, "index.json")
+        _check_members(manifest)
     except RemovedPrecisionError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, UsageError) as error:
-        # `IndexSpec` raises UsageError.
+        # `IndexSpec` and `check_names` raise UsageError.
         raise CorruptIndexError(
             f"a member of {where} is missing or has the wrong type ({error!r}); restore"
             " the file from a backup"
@@ -653,11 +552,10 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
                 f" for a shard table of {table.bytes} bytes; restore the file from a"
                 " backup"
             )
-    if manifest.counts.inputs != spec.used_rows or members.shards != spec.shards:
+    if manifest.counts.inputs != spec.used_rows:
         raise CorruptIndexError(
-            f"{where} is inconsistent: its numbers of rows ({spec.used_rows}), inputs"
-            f" ({manifest.counts.inputs}) and shards ({members.shards}, of"
-            f" {spec.shard_size} rows each) do not match; restore the file from a"
+            f"{where} is inconsistent: its numbers of rows ({spec.used_rows}) and"
+            f" inputs ({manifest.counts.inputs}) do not match; restore the file from a"
             " backup"
         )
     return manifest
@@ -671,77 +569,32 @@ def is_old_format(value: Any) -> bool:
     return is_manifest and str(value.get("format_version")).split(".")[0] in _OLD_MAJORS
 
 
-def _manifest(members: _Members) -> Manifest:
-    """Convert `members`, whose types were checked, to a manifest.
+def _check_members(manifest: Manifest) -> None:
+    """Check the values of members whose types were checked.
 
     Raises:
         KeyError, TypeError, ValueError, UsageError: the value of a member is not valid.
     """
-    m, d = members.block_shape
-    number = members.snapshot
-    oldest = members.oldest_snapshot
+    spec = manifest.spec
+    snapshot = manifest.snapshot
+    offset = () if spec.offset is None else spec.offset.precisions
     if (
-        (oldest or 0) > number
-        or members.next_shard >= _MAX_SHARDS
-        or not members.precisions
+        (snapshot.oldest or 0) > snapshot.number
+        or snapshot.next_shard >= _MAX_SHARDS
+        or not spec.precisions
+        or not {*offset} <= {*spec.precisions}
+        or len(manifest.shard_tables) != len(spec.used_segments)
     ):
         raise ValueError(
-            f"the member snapshot ({number}), oldest_snapshot ({oldest}), next_shard"
-            f" ({members.next_shard}) or precisions is out of range"
+            f"snapshot ({snapshot.number}), oldest ({snapshot.oldest}), next_shard"
+            f" ({snapshot.next_shard}), precisions ({spec.precisions}), offset"
+            f" ({offset}) or the number of shard tables is out of range"
         )
-    names = tuple(precision.name for precision in members.precisions)
-    check_names(names)
-    offset = None
-    if members.offset is not None:
-        with_offset = read_json(tuple[str, ...], members.offset["precisions"])
-        if not {*with_offset} <= {*names}:
-            raise ValueError(f"the offset has the precisions {with_offset}")
-        crc = FileEntry.from_json(members.offset).crc32c
-        offset = OffsetBlock(crc, with_offset)
-    deleted = members.deleted
-    check_columns(members.columns)
-    segments = members.segments
-    manifest = Manifest(
-        spec=IndexSpec(
-            members.rows,
-            members.shard_size,
-            (m, d),
-            members.embed_dim,
-            names,
-            tuple(Segment(each.first_row, each.rows) for each in segments),
-            offset,
-        ),
-        counts=members.counts,
-        model=members.model,
-        settings=members.settings,
-        plan=members.plan,
-        shard_tables=(
-            members.shard_table,
-            *(segment.shard_table for segment in segments[1:]),
-        ),
-        ann=members.ann,
-        created_by=members.created_by,
-        encoded_from={
-            precision.name: precision.encoded_from
-            for precision in members.precisions
-            if precision.encoded_from
-        },
-        snapshot=Snapshot(
-            number,
-            members.change,
-            members.next_shard,
-            None if deleted is None else FileEntry.from_json(deleted),
-            0 if deleted is None else read_json(int, deleted["rows"]),
-            oldest,
-        ),
-        columns=members.columns,
-        rows_files=members.rows_files,
-        removed=members.removed,
-    )
+    check_names(spec.precisions)
+    check_columns(manifest.columns)
     _check_rows_files(manifest)
     # `ann_files` raises an error if an entry in `ann` is not valid.
     _ = manifest.ann_files
-    return manifest
 
 
 def _check_rows_files(manifest: Manifest) -> None:

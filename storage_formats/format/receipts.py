@@ -15,6 +15,7 @@ from typing import Any
 from storage_formats.atomic import Json
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.file_check import FileEntry
+from storage_formats.format.json_values import write_json
 from storage_formats.format.layout import FORMAT_VERSION
 from storage_formats.format.place import Place
 
@@ -72,9 +73,7 @@ class ShardReceipt:
         """Return the receipt as a JSON object. Its member `crc32c` is the
         `json_checksum` of the other members.
         """
-        value = {**self.__dict__, "files": [file.to_json() for file in self.files]}
-        if self.encoded_on is None:
-            del value["encoded_on"]
+        value = write_json(self)
         return {**value, "crc32c": json_checksum(value)}
 
     @classmethod

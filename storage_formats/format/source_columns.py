@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from storage_formats.errors import CorruptIndexError
-from storage_formats.format.json_values import read_json
 
 Value: TypeAlias = bool | int | float | str | datetime.datetime | list[str]
 """A value of a source column. A `datetime` has a time zone."""
@@ -97,36 +96,6 @@ class SourceColumn:
         """Return True if the column would keep its type after `value` was added."""
         return _type_of(frozenset((*self.kinds, kind_of(value)))) == self.type
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry of the column in `index.json`, as a JSON object."""
-        return {
-            "name": self.name,
-            "type": self.type,
-            "kinds": list(self.kinds),
-            "values": self.values,
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> SourceColumn:
-        """Return the source column described by `value`, a result of `to_json`.
-
-        Raises:
-            KeyError, TypeError, ValueError: a member is missing or not valid.
-        """
-        column = cls(
-            str(value["name"]),
-            tuple(str(kind) for kind in value["kinds"]),
-            read_json(int, value["values"], "values"),
-        )
-        is_known = (
-            bool(column.kinds)
-            and set(column.kinds) <= set(_KINDS)
-            and column.type == value.get("type", column.type)
-        )
-        if not is_known or not is_allowed(column.name):
-            raise ValueError(f"{dict(value)} does not describe a source column")
-        return column
-
 
 @functools.cache
 def _type_of(kinds: frozenset[str]) -> str:
@@ -135,9 +104,13 @@ def _type_of(kinds: frozenset[str]) -> str:
 
 
 def check_columns(columns: Collection[SourceColumn]) -> None:
-    """Raise ValueError if there are more than `MAX_COLUMNS` columns, or two columns
-    have the same name.
+    """Raise ValueError if there are more than `MAX_COLUMNS` columns, two columns have
+    the same name, or a name or a kind is not allowed.
     """
+    for column in columns:
+        has_kinds = column.kinds and {*column.kinds} <= {*_KINDS}
+        if not has_kinds or not is_allowed(column.name):
+            raise ValueError(f"{column} is not a source column")
     names = {column.name for column in columns}
     if len(columns) > MAX_COLUMNS or len(names) < len(columns):
         raise ValueError(

@@ -68,7 +68,7 @@ def test_every_entry_of_a_manifest_is_checked(layout):
     change(layout.root, **EVERYTHING)
     text = layout.manifest.read_text()
     places = list(entries(json.loads(text)))
-    assert len(places) == 7
+    assert len(places) == 5
     for place in places:
         for name in NAMES:
             value = json.loads(text)

@@ -327,7 +327,7 @@ def test_an_index_cannot_make_verify_touch_other_files(
         value["ann"]["files"].append(entry.to_json())
     else:
         table = write_shard_table(layout, [*lines, (1, entry)])
-        value["shard_table"] = table.to_json()
+        value["shard_tables"] = [table.to_json()]
         put(table.path, (local / table.path).read_bytes())
     value["crc32c"] = json_checksum(value)
     put("index.json", json.dumps(value).encode())
@@ -343,7 +343,7 @@ def test_a_file_listed_for_another_shard_is_a_problem(local):
     entry = next(entry for _, entry in lines if entry.path == path)
     table = write_shard_table(layout, [*lines, (1, entry)])
     value = json.loads(layout.manifest.read_text())
-    value["shard_table"] = table.to_json()
+    value["shard_tables"] = [table.to_json()]
     value["crc32c"] = json_checksum(value)
     put(table.path, (local / table.path).read_bytes())
     put("index.json", json.dumps(value).encode())

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import pytest
 
 from storage_formats.format.file_check import FileEntry
-from storage_formats.format.json_values import read_json
+from storage_formats.format.json_values import read_json, write_json
 
 
 class Recall(TypedDict, total=False):
@@ -35,6 +35,12 @@ def test_members_are_read_and_unknown_ones_left_out():
     entry = FileEntry("rows/0.parquet", 5, 10)
     assert read_json(Part, value) == Part("a", (1, 2), {"empty": 3}, entry, recall)
     assert read_json(tuple[Part, ...], [GOOD, GOOD]) == (read_json(Part, GOOD),) * 2
+    assert write_json(read_json(Part, GOOD)) == GOOD
+    assert write_json(read_json(Part, value)) == {
+        **GOOD,
+        "file": file,
+        "recall": recall,
+    }
 
 
 @pytest.mark.parametrize(

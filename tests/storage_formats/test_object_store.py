@@ -286,7 +286,7 @@ def test_what_is_no_index_is_refused(server, stored):
 def test_an_index_cannot_lead_the_cache_out_of_its_directory(own, cache, tmp_path):
     root, url = own
     value = json.loads((root / "index.json").read_text())
-    value["shard_table"]["path"] = "../../../../stolen"
+    value["shard_tables"][0]["path"] = "../../../../stolen"
     value["crc32c"] = json_checksum(value)
     overwrite(url, "index.json", json.dumps(value).encode())
     overwrite(f"s3://{BUCKET}", "stolen", b"content")

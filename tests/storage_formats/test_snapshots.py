@@ -173,7 +173,7 @@ def test_damaged_tombstones_are_one_clear_error(index, harm):
         os.truncate(path, 9)
     else:
         value = json.loads((root / "index.json").read_text())
-        value["deleted"]["rows"] = 3
+        value["snapshot"]["deleted_rows"] = 3
         (root / "index.json").write_text(
             json.dumps({**value, "crc32c": json_checksum(value)})
         )
@@ -187,14 +187,15 @@ def test_damaged_tombstones_are_one_clear_error(index, harm):
 
 
 @pytest.mark.parametrize(
-    "member", ["snapshot", "next_shard", "segments", "deleted", "change"]
+    "member", ["snapshot", "number", "next_shard", "segments", "deleted", "change"]
 )
 @pytest.mark.parametrize("value", [-1, 1 << 40, "x", [1], {"path": 1}])
 def test_hostile_members_are_one_clear_error(index, member, value):
     root, _ = index
     delete(root, [1])
     members = json.loads((root / "index.json").read_text())
-    members[member] = value
+    part = members if member in members else members["snapshot"]
+    part[member] = value
     (root / "index.json").write_text(
         json.dumps({**members, "crc32c": json_checksum(members)})
     )
