@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from storage_formats.arguments import as_count, as_text, repr_of
 from storage_formats.arrays import as_finite, holes
-from storage_formats.cache import cache_directory
 from storage_formats.codecs import BF16, Blocks, Codec, Records, fill_record, finest
 from storage_formats.codecs.base import check_out
 from storage_formats.errors import CorruptIndexError, UsageError
@@ -28,7 +27,6 @@ from storage_formats.format.tombstones import (
     rows_in_use,
 )
 from storage_formats.reading.batch import Batch
-from storage_formats.reading.block_cache import BlockCache, cache_bytes, cache_files
 from storage_formats.reading.checksums import BlockChecksums
 from storage_formats.reading.files import TokenFiles
 from storage_formats.reading.local_reads import LocalReads
@@ -435,14 +433,7 @@ class TokenStore:
                     f"the read engine '{self._engine}' cannot read an index on an"
                     f" object store; choose auto or {OBJECT_STORE}"
                 )
-            cache = None
-            buffers = BufferPool()
-            # The block cache needs the checksums of this snapshot, so each view has a
-            # block cache of its own.
-            if limit := cache_bytes():
-                cached_files = cache_files(cache_directory() / "blocks", limit)
-                cache = BlockCache(folder.url, checksums, size, cached_files, buffers)
-            reads = ObjectReads(folder, tokens, cache, buffers)
+            reads = ObjectReads(folder, tokens, checksums)
         # Reads allocate memory according to the sizes in `index.json`. If these sizes
         # are wrong, the first or the last shard file has another length, and this check
         # fails before any read.

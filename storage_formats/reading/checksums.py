@@ -81,16 +81,6 @@ class BlockChecksums:
             remedy="verify",
         )
 
-    def file_checksums(self, shards: list[int]) -> dict[int, int]:
-        """Return the CRC-32C of the checksum file of each of `shards`, keyed by shard
-        number. The file contains the checksums of all blocks of the shard, so its
-        CRC-32C changes if a block changes.
-        """
-        return {
-            shard: entry.crc32c
-            for shard, entry in self._committed.files(shards).items()
-        }
-
     def close(self) -> None:
         """Free the loaded checksums."""
         with self._lock:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ import pytest
 from pipelines import copy_index
 from storage_formats import IndexSpec, TokenStore, UsageError
 from storage_formats.reading import block_cache
-from storage_formats.reading.block_cache import CacheFiles, cache_bytes, cache_files
+from storage_formats.reading.block_cache import BlockCache, cache_bytes
+from storage_formats.reading.memory import BufferPool
 from tests.command_line import environment
 from tests.conftest import same_bits, write_random_index
 from tests.object_store import use_endpoint
@@ -48,9 +50,7 @@ def proxy(stored, proxy, monkeypatch, tmp_path):
     """An empty cache, and a proxy that counts the requests."""
     monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("EDJE_CACHE_BYTES", raising=False)
-    cache_files.cache_clear()
-    yield proxy
-    cache_files.cache_clear()
+    return proxy
 
 
 def larger_index(tmp_path: Path) -> np.ndarray:
@@ -174,12 +174,10 @@ def test_a_full_disk_and_lost_rights_are_no_errors(proxy, whole, tmp_path, monke
         patch.setattr(os, "pwrite", full)
         for _ in range(2):
             assert same_bits(store.fetch(row_ids), whole["bf16"][row_ids])
-    cache_files.cache_clear()
     monkeypatch.setattr(block_cache, "_FREE_BYTES", 1 << 60)
     with TokenStore.open(URL) as store:
         assert same_bits(store.fetch(row_ids), whole["bf16"][row_ids])
     assert sum(path.stat().st_size for path in cached_paths(tmp_path)) == 0
-    cache_files.cache_clear()
     shutil.rmtree(tmp_path / "cache/blocks")
     (tmp_path / "cache/blocks").write_text("not a directory")
     with TokenStore.open(URL) as store:
@@ -238,29 +236,29 @@ def test_processes_share_a_tiny_cache_and_killed_writers_do_no_harm(
         assert same_bits(store.fetch(range(len(blocks))), blocks)
 
 
-def test_the_files_used_last_stay(tmp_path):
-    files = CacheFiles(tmp_path / "blocks", 1 << 20)
+def test_the_files_used_last_stay(tmp_path, monkeypatch):
+    monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
+    checksums = SimpleNamespace(record_bytes=50_000)
+    cache = BlockCache(URL, checksums, 1 << 20, BufferPool())
     data = memoryview(os.urandom(50_000))
-    for number in range(16):
-        files.write(f"index/{number}", 0, data)
-        past = time.time() - 1000 + number
-        os.utime(tmp_path / f"blocks/index/{number}", (past, past))
+    for shard in range(16):
+        cache.write(shard, 0, data)
+        for path in cached_paths(tmp_path):
+            if path.name == str(shard):
+                os.utime(path, (time.time() - 1000 + shard,) * 2)
     # the file that was written first was used last
-    os.close(files.open("index/0"))
-    for number in range(16, 26):
-        files.write(f"index/{number}", 0, data)
-    left = {path.name for path in (tmp_path / "blocks/index").iterdir()}
+    for path in cached_paths(tmp_path):
+        if path.name == "0":
+            os.utime(path)
+    for shard in range(16, 26):
+        cache.write(shard, 0, data)
+    paths = cached_paths(tmp_path)
+    left = {path.name for path in paths}
     assert {"0", "24", "25"} <= left
     assert not {"1", "2", "3", "4"} & left
-    assert (
-        sum(
-            path.stat().st_blocks * 512
-            for path in (tmp_path / "blocks/index").iterdir()
-        )
-        <= 1 << 20
-    )
-    files.write("index/large", 0, memoryview(bytes(100_000)))
-    assert not (tmp_path / "blocks/index/large").exists()
+    assert sum(path.stat().st_blocks * 512 for path in paths) <= 1 << 20
+    cache.write(30, 0, memoryview(bytes(100_000)))
+    assert cached_paths(tmp_path) == paths
 
 
 @pytest.mark.parametrize("value", ["10 GB", "-1", "", "1e9", "9" * 5000])
