@@ -29,9 +29,6 @@ Moves: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
 """(offsets, blocks): the record at byte `offsets[i]` is decoded to block
 `blocks[i]`. Both are int64 [k].
 """
-Span: TypeAlias = tuple[int, int]
-"""(start, stop), a half-open range of items."""
-
 # The offset is subtracted from this number of blocks at a time. With a smaller number,
 # each kernel would be called more often.
 _OFFSET_BLOCKS = 32
@@ -122,9 +119,8 @@ class Codec:
 
     __repr__ = repr_of("name", "block_shape")
 
-    def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
-        """Decode the items of `moves` with the indices `range(*span)` on the calling
-        thread.
+    def decode_at(self, memory: Bytes, moves: Moves, bits: Bits) -> None:
+        """Decode records on the calling thread.
 
         The numbers in `moves` are not checked. A wrong offset reads memory outside
         `memory`, and a wrong index of a block writes memory outside `bits`.
@@ -137,20 +133,14 @@ class Codec:
             bits: bits of the decoded blocks, uint16 [n * m * d].
         """
         if not self.has_offset:
-            start, stop = span
             copies = bits.view(np.uint8).reshape(-1, self.record_bytes)
-            for offset, index in zip(
-                moves[0][start:stop].tolist(),
-                moves[1][start:stop].tolist(),
-                strict=True,
-            ):
+            for offset, index in np.stack(moves, axis=1).tolist():
                 copies[index] = memory[offset : offset + self.record_bytes]
             return
         from storage_formats.codecs.kernels import decoder
 
         decode = decoder(self.form, self.offset is not None)
-        sizes = (self.values, self.block_shape[1])
-        decode(memory, moves, self._added, bits, sizes, span)
+        decode(memory, moves, self._added, bits, (self.values, self.block_shape[1]))
 
     def residuals(self, blocks: Blocks, out: Blocks | None = None) -> Blocks:
         """Return `blocks` [k, m, d] minus the offset, rounded to bfloat16, in `out` or
@@ -200,7 +190,7 @@ class Codec:
                 if buffer is not None:
                     part = self.residuals(part, buffer)
                 bits = part.view(np.uint16).reshape(-1)
-                kernel(bits, self._added, target, (m * d, d), (0, len(part)))
+                kernel(bits, self._added, target, (m * d, d))
 
         run_chunks(encode, len(blocks), 2 * self.values, threads)
         return records
@@ -224,15 +214,15 @@ class Codec:
         out = np.empty(shape, dtype=BF16) if out is None else out
         check_out(out, shape)
         order = np.arange(len(records))
-        moves = (order * self.record_bytes, order)
+        offsets = order * self.record_bytes
         flat = np.ascontiguousarray(records).reshape(-1)
         bits = out.view(np.uint16).reshape(-1)
-        run_chunks(
-            lambda start, stop: self.decode_at(flat, moves, bits, (start, stop)),
-            len(records),
-            2 * self.values,
-            threads,
-        )
+
+        def decode(start: int, stop: int) -> None:
+            chunk = slice(start, stop)
+            self.decode_at(flat, (offsets[chunk], order[chunk]), bits)
+
+        run_chunks(decode, len(records), 2 * self.values, threads)
         return out
 
 

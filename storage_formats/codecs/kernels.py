@@ -5,8 +5,6 @@ A kernel runs on the calling thread and releases the GIL, so a caller may run on
 on several threads at once. Each kernel takes flat arrays and some of these arguments:
 
 - `geometry`: (values per block, values per token)
-- `span`: (start, stop), a half-open range of blocks to encode, or of items of `moves`
-  to decode
 - `moves`: (offsets, blocks); the record at byte `offsets[i]` is decoded to block
   `blocks[i]` of the output
 
@@ -68,8 +66,6 @@ NAN_SCALE = np.uint16(0xFFFF)
 NAN_CODE = np.uint8(0xFF)
 # bits of 2 ** 126
 LARGEST_SCALE = np.uint16(0x7E80)
-# A word of 16 bits times this number is four copies of the word in 64 bits.
-FOUR_TIMES = np.uint64(0x0001000100010001)
 
 _TRIPLE = types.UniTuple(types.uint64, 3)
 _PAIR = types.UniTuple(types.uint64, 2)
@@ -292,7 +288,7 @@ def encoder(form: Format, has_offset: bool) -> Callable[..., None]:
     """Return the kernel that encodes blocks to the records of `form`.
 
     Its arguments are the bits of the blocks, an offset [m * d] that is subtracted if
-    the codes are integers, the records, `geometry` and `span`.
+    the codes are integers, the records, and `geometry`.
     """
     code_bits = np.uint64(form.code_bits)
     group = np.uint64(form.group)
@@ -302,7 +298,7 @@ def encoder(form: Format, has_offset: bool) -> Callable[..., None]:
     scale_values = form.scale_values
     word_type = _WORDS[form.code_bits]
 
-    def encode(bits: U16, offset: F32, records: U8, geometry: Pair, span: Pair) -> None:
+    def encode(bits: U16, offset: F32, records: U8, geometry: Pair) -> None:
         size, width = geometry
         tokens = size // width
         per_scale = group if group else width
@@ -312,8 +308,7 @@ def encoder(form: Format, has_offset: bool) -> Callable[..., None]:
         codes = np.empty(width, dtype=np.uint8)
         words = codes.view(word_type)
         numbers = np.empty(width, dtype=np.float32)
-        start, stop = span
-        for block in range(start, stop):
+        for block in range(np.uint64(len(bits)) // size):
             record = block * tokens * (token_bytes + scales * scale_bytes)
             for token in range(tokens):
                 at = token * width
@@ -438,7 +433,6 @@ def encoder(form: Format, has_offset: bool) -> Callable[..., None]:
         input_array(types.float32),
         output_array(types.uint8),
         _PAIR,
-        _PAIR,
     )(encode)
 
 
@@ -514,12 +508,6 @@ def _careful_sum(
 # bits of the values with even and with odd indices in two words of 32 bits
 EVEN_BITS = np.tile(np.uint32(1) << np.arange(0, 32, 2, dtype=np.uint32), 2)
 ODD_BITS = EVEN_BITS << np.uint32(1)
-# For each byte of eight signs, two words of four bfloat16 values with only these sign
-# bits set
-SIGN_WORDS = np.left_shift(
-    np.arange(256, dtype=np.uint16)[:, None] >> np.arange(8, dtype=np.uint16), 15
-)
-SIGN_WORDS = SIGN_WORDS.view(np.uint64).reshape(-1)
 
 
 @inlined
@@ -529,43 +517,10 @@ def _signed_sum(word: int, mask: int, scale: np.float32, offset: np.float32) -> 
     return _rounded_sum(number, np.float32(1), offset)
 
 
-_DECODER = (
-    input_array(types.uint8),
-    _MOVES,
-    input_array(types.float32),
-    output_array(types.uint16),
-    _PAIR,
-    _PAIR,
-)
-
-
-@kernel(*_DECODER)
-def _decode_signs(
-    records: U8, moves: Moves, _: F32, bits: U16, geometry: Pair, span: Pair
-) -> None:
-    """Decode `sign1` without an offset, 1.3 times as fast as the kernel of `decoder`
-    would.
-    """
-    size, width = geometry
-    quads = bits.view(np.uint64)
-    offsets, blocks = moves
-    start, stop = span
-    for move in range(start, stop):
-        codes_at = np.uint64(offsets[move])
-        scale_at = codes_at + (size >> THREE)
-        quad = (np.uint64(blocks[move]) * size) >> TWO
-        for _token in range(size // width):
-            word = _read_word(records, scale_at)
-            is_nan = np.uint16(word & MAGNITUDE_BITS) > INFINITY_BITS
-            kept = ZERO if is_nan else np.uint64(0xFFFFFFFFFFFFFFFF)
-            four = np.uint64(NAN_BITS if is_nan else word) * FOUR_TIMES
-            for i in range(width >> THREE):
-                entry = np.uint64(records[codes_at + i]) << ONE
-                quads[quad] = four ^ (SIGN_WORDS[entry] & kept)
-                quads[quad + ONE] = four ^ (SIGN_WORDS[entry | ONE] & kept)
-                quad += TWO
-            codes_at += width >> THREE
-            scale_at += TWO
+@inlined
+def _signed(word: int, mask: int, scale: np.float32, _offset: np.float32) -> Any:
+    """Return the bits of the scale with the sign that a bit selects."""
+    return _bits(-scale if np.uint32(word & mask) else scale)
 
 
 @functools.cache
@@ -573,15 +528,13 @@ def _decode_signs(
 def decoder(form: Format, has_offset: bool) -> Callable[..., None]:
     """Return the kernel that decodes records of `form`.
 
-    Its arguments are the records, `moves`, the offset, the bits of the blocks,
-    `geometry` and `span`. The offset [m * d] is added to each block. For `sign1`, it
+    Its arguments are the records, `moves`, the offset, the bits of the blocks, and
+    `geometry`. The offset [m * d] is added to each block. For `sign1`, it
     contains first the values with even indices, and then those with odd indices.
 
     The loops decode the same token of four blocks before the next token, so that the
     offset of the token stays in the processor's cache.
     """
-    if form.code_bits == 1 and not has_offset:
-        return _decode_signs
     code_bits = np.uint64(form.code_bits)
     group = np.uint64(form.group)
     scale_bytes = np.uint64(form.scale_bytes)
@@ -597,6 +550,7 @@ def decoder(form: Format, has_offset: bool) -> Callable[..., None]:
     magnitudes = np.abs(values[np.isfinite(values) & (values != 0)])
     low = np.float32(2.0**-133 / magnitudes.min())
     total = _sum
+    signed = _signed_sum if has_offset else _signed
     if not has_offset:
         # 1.2 to 1.5 times as fast as adding an offset of zeros
         total = _exact_product if is_float else _product
@@ -608,7 +562,7 @@ def decoder(form: Format, has_offset: bool) -> Callable[..., None]:
     has_extremes = bool(is_extreme.any())
 
     def decode(
-        records: U8, moves: Moves, offset: F32, bits: U16, geometry: Pair, span: Pair
+        records: U8, moves: Moves, offset: F32, bits: U16, geometry: Pair
     ) -> None:
         prefer_wide_vectors()
         size, width = geometry
@@ -622,8 +576,8 @@ def decoder(form: Format, has_offset: bool) -> Callable[..., None]:
         if code_bits == ONE:
             pairs = bits.view(np.uint32)
         offsets, blocks = moves
-        start, stop = span
-        for first in range(start, stop, FOUR):
+        stop = np.uint64(len(offsets))
+        for first in range(ZERO, stop, FOUR):
             for token in range(tokens):
                 at = token * width
                 for move in range(first, min(first + FOUR, stop)):
@@ -675,12 +629,8 @@ def decoder(form: Format, has_offset: bool) -> Callable[..., None]:
                             pair = (target >> ONE) + piece
                             for i in range(PIECE):
                                 signs = left_bits if i < HALF_PIECE else right_bits
-                                a = _signed_sum(
-                                    signs, EVEN_BITS[i], scale, offset[even + i]
-                                )
-                                b = _signed_sum(
-                                    signs, ODD_BITS[i], scale, offset[odd + i]
-                                )
+                                a = signed(signs, EVEN_BITS[i], scale, offset[even + i])
+                                b = signed(signs, ODD_BITS[i], scale, offset[odd + i])
                                 pairs[pair + i] = np.uint32(
                                     a >> np.uint32(16)
                                 ) | np.uint32(b & np.uint32(0xFFFF0000))
@@ -710,7 +660,13 @@ def decoder(form: Format, has_offset: bool) -> Callable[..., None]:
                         )
 
     decode.__qualname__ = f"decode_{form.name}"
-    return kernel(*_DECODER)(decode)
+    return kernel(
+        input_array(types.uint8),
+        _MOVES,
+        input_array(types.float32),
+        output_array(types.uint16),
+        _PAIR,
+    )(decode)
 
 
 @summing

@@ -92,7 +92,7 @@ class BlockSink:
     ) -> Checksums | None:
         bits = self.blocks.view(np.uint16).reshape(-1)
         moves = (offset_of(sources), out_indices)
-        self.codec.decode_at(ADDRESS_SPACE, moves, bits, (0, len(sources)))
+        self.codec.decode_at(ADDRESS_SPACE, moves, bits)
         return None
 
 
@@ -130,7 +130,7 @@ class ScoreSink:
             order = np.arange(count)
             starts = order * (m * d)
             moves = (offset_of(sources), order)
-            self.codec.decode_at(ADDRESS_SPACE, moves, words, (0, count))
+            self.codec.decode_at(ADDRESS_SPACE, moves, words)
         scores = np.empty(count, np.float32)
         max_sim(words, starts, self._padded_query, scores, (m, d, len(self.query)))
         if buffer is not None:
