@@ -16,14 +16,19 @@ import struct
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 
 from edje_index.images.decode import ImageError
-from edje_index.inputs.names import MAX_SIDECAR_BYTES, join_sidecars, sample_of
+from edje_index.inputs.names import (
+    MAX_SIDECAR_BYTES,
+    SIDECAR_SUFFIXES,
+    join_sidecars,
+    sample_of,
+)
 from edje_index.inputs.ranges import RangedFile, StreamWindow, open_ranged
 from edje_index.inputs.tars import Member, TarArchive, check_bytes
 from storage_formats.format.column_types import BYTES, column_kind
@@ -45,9 +50,6 @@ _ZIP_METHODS = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED})
 # flags of a member of a zip
 _ENCRYPTED = 0x1
 _UTF8 = 0x800
-# The header of a member or of its entry in the list of members, up to the high byte of
-# the flags, which has the UTF-8 flag.
-_FLAGS = re.compile(rb"(PK(?:\x01\x02..|\x03\x04)...)(.)", re.DOTALL)
 # Number of bytes of a column that PyArrow reads at once. Without this setting, PyArrow
 # reads the whole column of a row group.
 _PARQUET_BUFFER = 1 << 20
@@ -72,44 +74,10 @@ _opened: dict[Any, Archive | ParquetImages] = {}
 _OPENING = threading.Lock()
 
 
-class Archive(Protocol):
-    """An open archive. Thread-safe.
-
-    Attributes:
-        is_compressed: True if a member can be read only by reading everything before
-            it.
-    """
-
-    is_compressed: bool
-
-    def members(self) -> Iterator[Member]:
-        """Yield the files in the order of the archive. If the archive is damaged, yield
-        the files before the damage, and then raise ImageError.
-        """
-        ...
-
-    def read(self, offset: int, size: int, max_bytes: int) -> bytes:
-        """Return the content of a member, given its offset and its size.
-
-        Raises:
-            ImageError: the file is damaged or has changed, or the content is larger
-                than `max_bytes`.
-        """
-        ...
-
-    def head(self, offset: int, size: int) -> bytes:
-        """Return the first bytes of a member, at most `size`. Raises the same errors as
-        `read`.
-        """
-        ...
-
-    def close(self) -> None:
-        """Close the file."""
-        ...
-
-
 class ZipArchive:
-    """An open zip, see `Archive`. The offset of a member is the offset of its header.
+    """An open zip. Thread-safe. The offset of a member is the offset of its header.
+
+    It has the methods of a `TarArchive`.
 
     Raises:
         ImageError: the list of members is damaged.
@@ -120,19 +88,8 @@ class ZipArchive:
     def __init__(self, file: RangedFile) -> None:
         self._file = file
         with _named_damage("the list of members of the zip"):
-            try:
-                self._archive = zipfile.ZipFile(file)
-            except UnicodeDecodeError:
-                # A name has the UTF-8 flag, but is not UTF-8.
-                self._archive = zipfile.ZipFile(RangedFile(self._plain, file.length))
+            self._archive = zipfile.ZipFile(file)
         self._info_at = {info.header_offset: info for info in self._archive.infolist()}
-
-    def _plain(self, size: int, offset: int) -> bytes:
-        """Return bytes of the file. The entries in the list of members have no UTF-8
-        flag, so that `zipfile` decodes any name, as code page 437.
-        """
-        data = self._file.pread(size, offset)
-        return _FLAGS.sub(lambda entry: entry[1] + bytes([entry[2][0] & ~8]), data)
 
     def members(self) -> Iterator[Member]:
         """Yield the files in the order of the archive's list of members. No content
@@ -155,10 +112,14 @@ class ZipArchive:
                     _zip_problem(info),
                 )
 
-    def read(self, offset: int, size: int, max_bytes: int) -> bytes:
+    def read(self, offset: int, size: int) -> bytes:
         info = self._member(offset)
-        check_bytes(max(size, info.file_size), max_bytes)
-        return self.head(offset, info.file_size)
+        if info.file_size != size:
+            raise ImageError(
+                "changed-since-plan",
+                f"the size is {info.file_size} bytes, but was {size}",
+            )
+        return self.head(offset, size)
 
     def head(self, offset: int, size: int) -> bytes:
         info = self._member(offset)
@@ -241,7 +202,7 @@ class ParquetImages:
         *self._group_starts, self._rows = itertools.accumulate(sizes, initial=0)
         self._window = StreamWindow(self._group_starts, self._images)
 
-    def read(self, offset: int, size: int, max_bytes: int) -> bytes:
+    def read(self, offset: int, size: int) -> bytes:
         if not 0 <= offset < self._rows:
             raise ImageError("changed-since-plan", f"the file has no row {offset}")
         items = self._window.read(offset, offset + 1)
@@ -256,7 +217,6 @@ class ParquetImages:
                 "changed-since-plan",
                 f"row {offset} has no image any more",
             )
-        check_bytes(len(image), max_bytes)
         return image
 
     def close(self) -> None:
@@ -272,6 +232,9 @@ class ParquetImages:
             for batch in iter_batches(self._parquet, 1, [self._leaf], groups):
                 value = batch.column(0)[0].as_py()
                 yield 1, value["bytes"] if isinstance(value, dict) else value
+
+
+Archive: TypeAlias = TarArchive | ZipArchive
 
 
 def image_leaf(schema: Any, column: str) -> str | None:
@@ -330,86 +293,56 @@ def members_with_sidecars(
 
     `join_sidecars` defines which metadata files belong to a member. These files are not
     yielded as members. All members are listed before the first is yielded, because the
-    metadata files may come after all images.
+    metadata files may come after all images. Metadata files are read while the members
+    are listed, because a compressed archive can only be read forward.
+
+    As in WebDataset, a sample consists of consecutive members whose paths agree up to
+    the first dot of the file name. Concatenated archives can contain the same names
+    several times. Of several metadata files with the same name, a member gets the one
+    in its sample, or else the first.
 
     Raises:
         ImageError: the archive is damaged. The members before the damage are yielded
             first.
     """
-    members: list[Member] = []
-    # The sample of each member. A metadata file is searched in the sample first,
-    # because concatenated archives can contain the same names several times.
-    samples: dict[Member, dict[bytes, Member]] = {}
-    contents: dict[Member, bytes | None] = {}
+    members: list[tuple[int, Member]] = []
+    contents: dict[tuple[int, bytes], bytes | None] = {}
+    first: dict[bytes, bytes | None] = {}
+    sample = 0
+    sample_key = b""
+    names: set[bytes] = set()
     damage = None
     try:
-        for sample in _samples(archive):
-            members += sample.values()
-            samples |= dict.fromkeys(sample.values(), sample)
-            joined = join_sidecars([*sample], clips)
-            # A compressed archive is read as a stream. The metadata files are read now,
-            # so that the stream is not decompressed a second time for them.
-            names = {name for each in joined.values() for name in each.values()}
-            _read_sidecars(archive, [sample[name] for name in names], contents)
+        for member in archive.members():
+            name = member.name
+            if name in names or sample_of(name) != sample_key:
+                sample += 1
+                sample_key = sample_of(name)
+                names.clear()
+            names.add(name)
+            members.append((sample, member))
+            if os.fsdecode(name).lower().endswith(SIDECAR_SUFFIXES):
+                content = None
+                if member.problem is None and member.size <= MAX_SIDECAR_BYTES:
+                    with contextlib.suppress(ImageError):
+                        content = archive.read(member.offset, member.size)
+                contents[sample, name] = content
+                first.setdefault(name, content)
     except ImageError as error:
         damage = error
-    first = {member.name: member for member in reversed(members)}
-    joined = join_sidecars([member.name for member in members], clips)
-    sidecars = {
-        member: {
-            suffix: samples[member].get(name, first[name])
-            for suffix, name in joined.get(member.name, {}).items()
-        }
-        for member in members
-    }
-    used = {member for each in sidecars.values() for member in each.values()}
-    _read_sidecars(archive, used, contents)
-    for member in members:
-        if member not in used:
-            own = sidecars[member].items()
-            yield member, {suffix: contents[sidecar] for suffix, sidecar in own}
+    joined = join_sidecars([member.name for _, member in members], clips)
+    used = {name for each in joined.values() for name in each.values()}
+    for sample, member in members:
+        if member.name not in used:
+            yield (
+                member,
+                {
+                    suffix: contents.get((sample, name), first[name])
+                    for suffix, name in joined.get(member.name, {}).items()
+                },
+            )
     if damage is not None:
         raise damage
-
-
-def _samples(archive: Archive) -> Iterator[dict[bytes, Member]]:
-    """Yield the samples of an archive, each as a dictionary from name to member.
-
-    As in WebDataset, a sample consists of consecutive members whose paths agree up to
-    the first dot of the file name. If the archive is damaged, yield the members before
-    the damage, and then raise ImageError.
-    """
-    sample: dict[bytes, Member] = {}
-    key = None
-    try:
-        for member in archive.members():
-            if member.name in sample or sample_of(member.name) != key:
-                yield sample
-                sample = {}
-                key = sample_of(member.name)
-            sample[member.name] = member
-    except ImageError:
-        yield sample
-        raise
-    yield sample
-
-
-def _read_sidecars(
-    archive: Archive,
-    members: Iterable[Member],
-    contents: dict[Member, bytes | None],
-) -> None:
-    """Add the content of each of `members` to `contents`, or None if the content cannot
-    be used. Members that are in `contents` already are not read again.
-    """
-    for member in sorted(members, key=lambda each: each.offset):
-        if member in contents:
-            continue
-        contents[member] = None
-        if member.problem is None:
-            with contextlib.suppress(ImageError):
-                data = archive.read(member.offset, member.size, MAX_SIDECAR_BYTES)
-                contents[member] = data if len(data) == member.size else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -487,8 +420,9 @@ def read_packed(
         _opened[key] = opened = _opened.pop(key, None) or _open(path, container)
         if len(_opened) > _MAX_OPEN:
             del _opened[next(iter(_opened))]
+    check_bytes(size or 0, max_bytes)
     try:
-        data = opened.read(offset, size or 0, max_bytes)
+        data = opened.read(offset, size or 0)
     except OSError:
         # After an error, a connection may be broken. The next call opens the container
         # again.
@@ -499,6 +433,7 @@ def read_packed(
             "truncated-archive",
             f"the archive has only {len(data)} of {size} bytes",
         )
+    check_bytes(len(data), max_bytes)
     return data
 
 

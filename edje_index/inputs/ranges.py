@@ -15,7 +15,6 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import NamedTuple, TypeAlias
 
 from edje_index.images.decode import ImageError
@@ -51,7 +50,7 @@ KEPT_BLOCKS = 16
 # largest number of bytes of a pointer
 _MAX_POINTER = 1 << 15
 
-KEPT_BYTES = 16 << 20
+KEPT_BYTES = 32 << 20
 """Number of bytes of a stream that stay in memory after they are read, because several
 threads read slightly out of order.
 """
@@ -321,10 +320,9 @@ class StreamItem(NamedTuple):
 class StreamWindow:
     """The latest items of a stream that can only be read forward. Thread-safe.
 
-    About `KEPT_BYTES` bytes of items are kept. If several threads wait, the thread with
-    the lowest position reads first. The stream begins again in three cases: the
-    requested position is before the kept items, it is far ahead (see `NEAR`), or the
-    last read of the stream raised an exception.
+    About `KEPT_BYTES` bytes of items are kept. The stream begins again in three cases:
+    the requested position is before the kept items, it is far ahead (see `NEAR`), or
+    the last read of the stream raised an exception.
 
     Args:
         starts: the positions at which the stream can begin, ascending from 0.
@@ -340,9 +338,7 @@ class StreamWindow:
     ) -> None:
         self._starts = starts
         self._begin = begin
-        self._changed = threading.Condition()
-        self._waiting: list[tuple[int, int]] = []
-        self._is_held = False
+        self._lock = threading.Lock()
         # n -> (first position that cannot be read in part n of the stream, error). Part
         # n begins at `starts[n]`, and ends where the next part begins.
         self._damages: dict[int, tuple[int, ImageError]] = {}
@@ -366,7 +362,7 @@ class StreamWindow:
         """
         part = bisect.bisect_right(self._starts, first) - 1
         start = self._starts[part]
-        with self._turn(first):
+        with self._lock:
             if part in self._damages and stop > self._damages[part][0]:
                 raise self._damages[part][1]
             is_far_ahead = first > self._end + NEAR and start > self._end
@@ -404,28 +400,3 @@ class StreamWindow:
                 if item.start < stop:
                     items.append(item)
             return items[::-1]
-
-    @contextmanager
-    def _turn(self, position: int) -> Iterator[None]:
-        """Hold the lock of the stream. The waiting thread with the lowest position gets
-        the lock first, because the stream can only be read forward.
-        """
-        ticket = position, threading.get_ident()
-        with self._changed:
-            self._waiting.append(ticket)
-            try:
-                self._changed.wait_for(
-                    lambda: not self._is_held and ticket == min(self._waiting)
-                )
-                self._is_held = True
-            finally:
-                # The ticket is removed even if the thread is interrupted while it
-                # waits. Otherwise the ticket would block the other threads.
-                self._waiting.remove(ticket)
-                self._changed.notify_all()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._is_held = False
-                self._changed.notify_all()

@@ -66,8 +66,11 @@ class TarArchive:
     """An open tar, uncompressed or compressed with gzip, bzip2, xz or zstd.
     Thread-safe.
 
-    The offset of a member is the offset of its data in the decompressed archive. See
-    `containers.Archive`.
+    The offset of a member is the offset of its data in the decompressed archive.
+
+    Attributes:
+        is_compressed: True if a member can be read only by reading everything before
+            it.
     """
 
     def __init__(self, file: RangedFile) -> None:
@@ -174,13 +177,14 @@ class TarArchive:
             zeros = len(marker) - len(marker.lstrip(b"\0"))
             end += zeros // tarfile.BLOCKSIZE * tarfile.BLOCKSIZE
 
-    def read(self, offset: int, size: int, max_bytes: int) -> bytes:
-        """Return the data of a member, or fewer bytes if the archive ends earlier."""
-        check_bytes(size, max_bytes)
+    def read(self, offset: int, size: int) -> bytes:
+        """Return the data of a member, given its offset and its size. Return fewer
+        bytes if the archive ends earlier.
+        """
         return self.pread(size, offset)
 
-    def head(self, offset: int, size: int) -> bytes:
-        return self.pread(size, offset)
+    head = read
+    """Returns the first bytes of a member, at most `size`."""
 
     def pread(
         self,

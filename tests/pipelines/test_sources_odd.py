@@ -164,8 +164,6 @@ def test_a_zip_without_members_is_no_damage(tmp_path, comment):
         # Windows: code page 437
         (b"caf\x82", False, "café"),
         (b"\x81\x94", False, "üö"),
-        # a flag that is wrong
-        (b"caf\x82", True, "café"),
     ],
 )
 def test_names_in_a_zip_of_any_system(tmp_path, stored, flag, name):

@@ -141,13 +141,13 @@ def test_threads_read_on_across_row_groups(tmp_path, monkeypatch):
         monkeypatch.setattr(
             images._window, "_begin", lambda group: starts.append(group) or begin(group)
         )
-        assert [images.read(row, 0, 1 << 20) for row in (0, 3, 9)] == [
+        assert [images.read(row, 0) for row in (0, 3, 9)] == [
             PHOTOS[row] for row in (0, 3, 9)
         ]
         assert starts == []
-        assert images.read(2, 0, 1 << 20) == PHOTOS[2]
+        assert images.read(2, 0) == PHOTOS[2]
         monkeypatch.setattr(ranges, "NEAR", 2)
-        assert images.read(8, 0, 1 << 20) == PHOTOS[8]
+        assert images.read(8, 0) == PHOTOS[8]
         assert starts == [2, 8]
 
 
@@ -168,7 +168,7 @@ def test_a_damaged_row_group_fails_its_rows_only(tmp_path):
     # no thread reads the damaged rows
     with open_ranged(bytes(path)) as file:
         images = ParquetImages(file, "jpg")
-        assert [images.read(row, 0, 1 << 20) for row in (0, 9, 4)] == [
+        assert [images.read(row, 0) for row in (0, 9, 4)] == [
             PHOTOS[row] for row in (0, 9, 4)
         ]
 
