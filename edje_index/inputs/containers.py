@@ -17,8 +17,7 @@ import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
@@ -345,8 +344,7 @@ def members_with_sidecars(
         raise damage
 
 
-@dataclass(frozen=True, slots=True)
-class Container:
+class Container(NamedTuple):
     """How a file packs an input.
 
     Attributes:
@@ -362,14 +360,6 @@ class Container:
 
     def __str__(self) -> str:
         return f"{self.kind} {self.length} {self.column}"
-
-    @classmethod
-    def parse(cls, text: str) -> Container:
-        """Return the container for which `str(container)` is `text`. Raises ValueError
-        if `text` is not the text of a container.
-        """
-        kind, length, column = text.split(" ", 2)
-        return cls(kind, int(length), column)
 
 
 def container_kind(name: str) -> str | None:

@@ -7,21 +7,18 @@ groups of 1,024 inputs, so that a worker reads only the inputs of its shard.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from edje_index.images.transient import is_transient
 from edje_index.inputs.containers import Container
 from edje_index.inputs.refs import InputRef
-from storage_formats.atomic import naming
+from storage_formats.atomic import Json, naming
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.parquet import ParquetRowGroups
@@ -44,7 +41,7 @@ INPUT_SCHEMA = pa.schema(
         pa.field("container", pa.string()),
         pa.field("offset", pa.int64(), nullable=False),
         pa.field("size", pa.int64()),
-        pa.field("content_hash", pa.binary(32)),
+        pa.field("content_hash", pa.string()),
         pa.field("duplicate_of", pa.int64()),
         pa.field("problem", pa.string()),
         pa.field("metadata", pa.string()),
@@ -89,9 +86,9 @@ def write_input_lists(
                 file, INPUT_SCHEMA, compression="zstd", write_page_checksum=True
             ) as writer,
         ):
-            for table in _tables(refs_of_file, row, _GROUP_ROWS):
-                writer.write_table(table)
-                row += len(table)
+            while batch := list(itertools.islice(refs_of_file, _GROUP_ROWS)):
+                writer.write_table(_table(batch, row))
+                row += len(batch)
         paths.append(path)
     return paths
 
@@ -117,22 +114,18 @@ def read_shard_inputs(
             groups = ParquetRowGroups(file, path.stat().st_size, _ROW_ID).read(
                 file, rows
             )
-            table = pa.concat_tables(
-                [
-                    INPUT_SCHEMA.empty_table(),
-                    *(group.cast(INPUT_SCHEMA) for group in groups),
-                ]
-            )
-        row_ids = table[_ROW_ID]
-        table = table.filter(
-            pc.and_(pc.greater_equal(row_ids, rows.start), pc.less(row_ids, rows.stop))
-        )
-        if table[_ROW_ID].to_pylist() != list(rows):
+            listed = [
+                row
+                for group in groups
+                for row in group.cast(INPUT_SCHEMA).to_pylist()
+                if row[_ROW_ID] in rows
+            ]
+        if [row.pop(_ROW_ID) for row in listed] != list(rows):
             raise ValueError(
                 f"the file does not list the rows {rows.start} to {rows.stop - 1} in"
                 " order"
             )
-        return _refs(table)
+        return [_ref(row) for row in listed]
     except (OSError, ValueError, pa.ArrowException) as error:
         if isinstance(error, MemoryError) or (
             isinstance(error, OSError) and is_transient(error)
@@ -147,41 +140,22 @@ def _rows_per_file(shard_size: int) -> int:
     return max(1, LIST_ROWS // shard_size) * shard_size
 
 
-def _tables(
-    refs: Iterable[InputRef],
-    first_row: int,
-    rows: int,
-) -> Iterator[pa.Table]:
-    """Yield tables of at most `rows` inputs. The row ids count up from `first_row`."""
-    remaining = iter(refs)
-    while batch := list(itertools.islice(remaining, rows)):
-        columns: dict[str, Any] = {_ROW_ID: range(first_row, first_row + len(batch))}
-        columns |= {
-            field.name: [getattr(ref, field.name) for ref in batch]
-            for field in dataclasses.fields(InputRef)
+def _table(refs: list[InputRef], first_row: int) -> pa.Table:
+    """Return a table of inputs. The row ids count up from `first_row`."""
+    rows = [
+        {name: getattr(ref, name) for name in INPUT_SCHEMA.names[1:]}
+        | {
+            _ROW_ID: row_id,
+            "container": ref.container and json.dumps(ref.container),
+            "metadata": ref.metadata and metadata_text(ref.metadata),
         }
-        columns["content_hash"] = [
-            digits and bytes.fromhex(digits) for digits in columns["content_hash"]
-        ]
-        columns["metadata"] = [
-            values and metadata_text(values) for values in columns["metadata"]
-        ]
-        columns["container"] = [
-            container and str(container) for container in columns["container"]
-        ]
-        yield pa.table(columns, schema=INPUT_SCHEMA)
-        first_row += len(batch)
+        for row_id, ref in enumerate(refs, first_row)
+    ]
+    return pa.Table.from_pylist(rows, INPUT_SCHEMA)
 
 
-def _refs(table: pa.Table) -> list[InputRef]:
-    columns = {
-        name: table[name].to_pylist() for name in table.column_names if name != _ROW_ID
-    }
-    columns["content_hash"] = [
-        digest and digest.hex() for digest in columns["content_hash"]
-    ]
-    columns["metadata"] = [text and json.loads(text) for text in columns["metadata"]]
-    columns["container"] = [
-        text and Container.parse(text) for text in columns["container"]
-    ]
-    return [InputRef(*values) for values in zip(*columns.values(), strict=True)]
+def _ref(row: Json) -> InputRef:
+    container = row["container"]
+    row["container"] = container and Container(*json.loads(container))
+    row["metadata"] = row["metadata"] and json.loads(row["metadata"])
+    return InputRef(**row)
