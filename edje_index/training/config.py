@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -30,9 +30,6 @@ from pydantic import (
 from storage_formats.arguments import shown
 from storage_formats.errors import UsageError
 
-AdapterKind: TypeAlias = Literal[
-    "compressed", "local", "strided", "clustered", "pruned"
-]
 SettingPath = Annotated[Path, Field(strict=False)]
 IndexPath = Annotated[
     str,
@@ -42,7 +39,6 @@ IndexPath = Annotated[
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 AtLeastTwo = Annotated[int, Field(ge=2)]
 Values = dict[str, dict[str, Any]]
-Model = TypeVar("Model", bound="Settings")
 
 
 class Settings(BaseModel):
@@ -62,7 +58,9 @@ class Settings(BaseModel):
 class ArchitectureConfig(Settings):
     """Architecture of the model to train."""
 
-    adapter: AdapterKind = "compressed"
+    adapter: Literal["compressed", "local", "strided", "clustered", "pruned"] = (
+        "compressed"
+    )
     """Kind of adapter. compressed: learned queries attend to the patches. local: one
     token per patch. strided, clustered, pruned: a method without trained weights
     reduces the patches.
@@ -285,10 +283,8 @@ class RunSettings(Settings):
         return self.workers > 1 or self.address is not None
 
 
-class TrainConfig(Settings):
-    """All settings of a training run that affect the trained weights, except its
-    inputs and the number of workers.
-    """
+class TrainSettings(Settings):
+    """All settings of a training run."""
 
     architecture: ArchitectureConfig = ArchitectureConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -297,106 +293,79 @@ class TrainConfig(Settings):
     optimizer: OptimizerConfig = OptimizerConfig()
     loop: LoopConfig = LoopConfig()
     fitting: FittingConfig = FittingConfig()
-
-    @model_validator(mode="after")
-    def _refuse_contradictions(self) -> Self:
-        if contradictions := [
-            line for line, is_wrong in self._problems().items() if is_wrong
-        ]:
-            raise ValueError("\n".join(contradictions))
-        return self
-
-    def _problems(self) -> dict[str, bool]:
-        """Return all possible contradictions between settings. Each key describes a
-        contradiction in one line. The value of a key is True if the settings contain
-        this contradiction.
-        """
-        loop = self.loop
-        return {
-            f"loop.steps is {loop.steps} and loop.epochs is {loop.epochs or 0:g};"
-            " set one of them": (loop.steps is not None and loop.epochs is not None),
-            f"loop.batch_size is {loop.batch_size} and negatives.count is"
-            f" {self.negatives.count}; loop.batch_size must be larger": (
-                loop.batch_size <= self.negatives.count
-            ),
-        }
-
-
-class TrainSettings(TrainConfig):
-    """All settings of a training run."""
-
     inputs: TrainingInputs
     run: RunSettings
 
-    def _problems(self) -> dict[str, bool]:
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Self:
         inputs = self.inputs
-        fitting = self.fitting
         loop = self.loop
-        run = self.run
-        return super()._problems() | {
+        workers = self.run.workers
+        count = self.negatives.count
+        # Each key describes a contradiction in one line.
+        problems = {
+            f"loop.steps is {loop.steps} and loop.epochs is {loop.epochs or 0:g};"
+            " set one of them": loop.steps and loop.epochs,
             "the number of steps is missing; set loop.steps or loop.epochs": (
-                loop.steps is None and loop.epochs is None
+                not (loop.steps or loop.epochs)
             ),
-            f"loop.batch_size is {loop.batch_size} and run.workers is {run.workers};"
+            f"loop.batch_size is {loop.batch_size} and negatives.count is {count};"
+            " loop.batch_size must be larger": loop.batch_size <= count,
+            f"loop.batch_size is {loop.batch_size} and run.workers is {workers};"
             " the batch size must be a multiple of the number of workers": (
-                loop.batch_size % run.workers != 0
+                loop.batch_size % workers
             ),
             "fitting.pooled_dim needs inputs.dev: the weight of the pooled similarity"
-            " is fitted to dev captions": fitting.pooled_dim > 0 and inputs.dev is None,
+            " is fitted to dev captions": self.fitting.pooled_dim and not inputs.dev,
             "optimizer.continued needs inputs.init: set optimizer.continued to false to"
             " start with a new optimiser state and a warm-up": (
-                self.optimizer.continued and inputs.init is None
+                self.optimizer.continued and not inputs.init
             ),
         }
+        if lines := [line for line, is_wrong in problems.items() if is_wrong]:
+            raise ValueError("\n".join(lines))
+        return self
 
 
-def validated(model: type[Model], values: Mapping[str, Any]) -> Model:
-    """Validate `values`, a nested dictionary ``{group: {key: value}}``, and return them
-    as an instance of `model`.
+GROUPS: dict[str, type[Settings]] = {
+    name: field.annotation  # type: ignore[misc]
+    for name, field in TrainSettings.model_fields.items()
+}
+"""The class of each group of settings, by name."""
+
+
+def validated(values: Mapping[str, Any]) -> TrainSettings:
+    """Validate `values`, a nested dictionary ``{group: {key: value}}``.
 
     Raises:
         UsageError: a setting is unknown or has a wrong value, or two settings
             contradict each other. The message has one line per problem.
     """
     try:
-        return model.model_validate(values)
+        return TrainSettings.model_validate(values)
     except ValidationError as error:
-        raise UsageError(
-            "\n".join(_describe(model, problem) for problem in error.errors())
-        ) from None
+        raise UsageError("\n".join(map(_describe, error.errors()))) from None
 
 
-def _describe(model: type[Settings], problem: Any) -> str:
+def _describe(problem: Any) -> str:
     name = ".".join(map(str, problem["loc"]))
     message = str(problem["msg"])
-    value = problem["input"]
     if problem["type"] == "extra_forbidden":
         names = [
             f"{group}.{key}"
-            for group, kind in groups(model).items()
+            for group, kind in GROUPS.items()
             for key in kind.model_fields
         ]
         key = name.split(".")[-1]
         alike = [other for other in names if other.endswith(f".{key}")]
-        every = [*names, *model.model_fields]
-        alike = alike or difflib.get_close_matches(name, every, n=1)
+        alike = alike or difflib.get_close_matches(name, [*names, *GROUPS], n=1)
         hint = f"; did you mean {' or '.join(alike)}?" if alike else ""
         return f"no setting is named {name}{hint}"
     if problem["type"] == "value_error":
         return message.removeprefix("Value error, ")
     if problem["type"] == "missing":
         return f"{name} is missing"
-    return f"{name} is {value!r}; {message[0].lower()}{message[1:]}"
-
-
-def groups(model: type[Settings]) -> dict[str, type[Settings]]:
-    """Return the class of each group of settings in `model`, by field name."""
-    annotations = {name: field.annotation for name, field in model.model_fields.items()}
-    return {
-        name: kind
-        for name, kind in annotations.items()
-        if isinstance(kind, type) and issubclass(kind, Settings)
-    }
+    return f"{name} is {problem['input']!r}; {message[0].lower()}{message[1:]}"
 
 
 def merge_settings(preset: str, *sources: Mapping[str, Mapping[str, Any]]) -> Values:

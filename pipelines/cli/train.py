@@ -78,7 +78,7 @@ def train(
         assignments: value of one setting; overrides --config. Repeatable.
         show_settings: print every setting with its description, as TOML, and exit.
     """
-    from edje_index.training.config import TrainSettings, validated
+    from edje_index.training.config import validated
 
     given: Values = {"inputs": {"index": index, "dev": dev}, "run": {"out": out}}
     values = read_settings(preset, config_file, assignments, given)
@@ -88,7 +88,7 @@ def train(
         return
     from pipelines.jobs.training.job import run_training
 
-    settings = validated(TrainSettings, values)
+    settings = validated(values)
     result = run_job(run_training, settings, resume=True)
     print_result(result)
 
@@ -154,13 +154,13 @@ def _read_toml(path: Path) -> Values:
 
 def describe_settings(values: Values) -> str:
     """Return a TOML settings file with all settings and their descriptions."""
-    from edje_index.training.config import TrainSettings, groups
+    from edje_index.training.config import GROUPS
 
     lines = [
         "# Settings of edje-index train. Save them to a file for --config. A setting"
         " that is not set is None."
     ]
-    for group, kind in groups(TrainSettings).items():
+    for group, kind in GROUPS.items():
         lines += ["", f"# {str(kind.__doc__).splitlines()[0]}", f"[{group}]"]
         for key, setting in kind.model_fields.items():
             default = None if setting.is_required() else setting.default

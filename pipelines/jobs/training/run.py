@@ -109,10 +109,10 @@ def train(
         >>> result.images, result.steps
         (6, 2)
     """
-    from edje_index.training.config import TrainSettings, merge_settings, validated
+    from edje_index.training.config import merge_settings, validated
     from pipelines.jobs.training.job import run_training
 
     values = merge_settings(
         preset, settings, {"inputs": {"index": index}, "run": {"out": out}}
     )
-    return run_training(validated(TrainSettings, values), on_event, should_stop)
+    return run_training(validated(values), on_event, should_stop)

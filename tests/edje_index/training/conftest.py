@@ -78,7 +78,7 @@ class Case:
         for name, value in {**SETTINGS, **settings}.items():
             group, _, key = name.partition("__")
             values.setdefault(group, {})[key] = value
-        return validated(TrainSettings, values)
+        return validated(values)
 
     def task(
         self, run_dir: Path, *, dev: bool = False, **settings: object

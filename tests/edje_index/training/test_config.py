@@ -8,7 +8,7 @@ import operator
 
 import pytest
 
-from edje_index.training.config import PRESETS, TrainConfig, validated
+from edje_index.training.config import PRESETS, TrainSettings, merge_settings, validated
 from storage_formats.errors import UsageError
 
 TABLE = "paper, table of training hyperparameters"
@@ -71,29 +71,30 @@ FINETUNE = {
 }
 
 
-def values_of(config: TrainConfig) -> dict[str, object]:
+def preset(name: str, **settings: object) -> TrainSettings:
+    required = {"inputs": {"index": "i", "init": "m", "dev": "d"}, "run": {"out": "o"}}
+    return validated(merge_settings(name, {"loop": {"steps": 9}}, required, settings))
+
+
+def values_of(config: TrainSettings) -> dict[str, object]:
     return {name: operator.attrgetter(name)(config) for name in SOURCES}
 
 
 def test_the_defaults_are_those_of_the_paper():
     defaults = {name: value for name, (value, _) in SOURCES.items()}
-    assert values_of(TrainConfig()) == defaults
     assert PRESETS["paper"] == {"loop": {"epochs": 45}}
-    assert values_of(validated(TrainConfig, PRESETS["paper"])) == defaults
+    assert values_of(preset("paper")) == defaults
     finetune = {name: value for name, (value, _) in FINETUNE.items()}
-    assert values_of(validated(TrainConfig, PRESETS["paper-finetune"])) == {
-        **defaults,
-        **finetune,
-    }
-    for preset in PRESETS.values():
-        validated(TrainConfig, preset)
+    assert values_of(preset("paper-finetune")) == {**defaults, **finetune}
+    for name in PRESETS:
+        preset(name)
 
 
 def test_all_problems_are_reported():
     with pytest.raises(UsageError) as error:
-        validated(TrainConfig, {"loop": {"steps": 0, "seed": "x"}, "aligment": {}})
+        preset("paper", loop={"steps": 0, "seed": "x"}, aligment={})
     assert len(str(error.value).splitlines()) == 3
     assert "did you mean alignment?" in str(error.value)
     with pytest.raises(UsageError) as error:
-        validated(TrainConfig, {"loop": {"steps": 1, "epochs": 1, "batch_size": 2}})
+        preset("paper", loop={"steps": 1, "epochs": 1, "batch_size": 2})
     assert len(str(error.value).splitlines()) == 2

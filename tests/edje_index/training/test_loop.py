@@ -15,7 +15,7 @@ from edje_index.errors import ModelError
 from edje_index.models.weights import read_checkpoint
 from edje_index.training import loop
 from edje_index.training.checkpoints import last_checkpoint, read_log
-from edje_index.training.config import PRESETS, OptimizerConfig, TrainConfig, validated
+from edje_index.training.config import PRESETS, OptimizerConfig
 from edje_index.training.finish import finish_model
 from edje_index.training.loop import (
     TrainingStopped,
@@ -251,7 +251,7 @@ def test_a_step_is_that_of_stock_adamw(case, tmp_path, clip_norm):
 
 
 PRETRAINING = OptimizerConfig()
-FINETUNING = validated(TrainConfig, PRESETS["paper-finetune"]).optimizer
+FINETUNING = OptimizerConfig(**PRESETS["paper-finetune"]["optimizer"])
 
 
 def published_rates(
