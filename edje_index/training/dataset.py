@@ -309,7 +309,8 @@ def prepare_captions(
         group: rank of this worker, and number of workers.
         should_stop: called between batches. If the result is True, this worker prepares
             no further captions.
-        on_shard: called with the number of finished shards and the number of shards.
+        on_shard: called with the number of finished shards and the number of shards,
+            until all are finished.
 
     Returns:
         True if the file is complete, and False if `should_stop` stopped a worker. In
@@ -378,7 +379,9 @@ def prepare_captions(
                 content = io.BytesIO()
                 np.save(content, records)
                 write_bytes_atomic(shards[number], content.getvalue())
-                on_shard(sum(shard.exists() for shard in shards), len(shards))
+                finished = sum(shard.exists() for shard in shards)
+                if finished < len(shards):
+                    on_shard(finished, len(shards))
         except TaskInterrupted:
             stopped = True
     if group.any(stopped):

@@ -285,21 +285,18 @@ class _Run:
     should_stop: Callable[[], bool]
     on_record: Callable[[Record], None]
 
-    def write(self, record: Record) -> None:
+    def write(self, stage: int, phase: str, step: int, steps: int, **more: Any) -> None:
         """Add a record to the log, on worker 0."""
         if self.group.rank == 0:
+            record = {"stage": stage, "phase": phase, "step": step, "steps": steps}
+            record |= more
             append_record(self.task.config.run.folder, record)
             self.on_record(record)
 
     def prepare(self) -> None:
         """Prepare the training captions and the dev captions."""
         task = self.task
-
-        def report(done: int, shards: int) -> None:
-            if done < shards:
-                position = {"stage": -1, "phase": CAPTIONS}
-                self.write({**position, "step": done, "steps": shards})
-
+        report = partial(self.write, -1, CAPTIONS)
         miner = task.mining and matching_bundle(task.mining[0]).path
         common = (self.device, self.group, self.should_stop, report)
         for items, mining in ((task.items, miner), (task.dev, None)):
@@ -393,11 +390,10 @@ class _Run:
                         " run folder with a lower optimizer.lr, a higher"
                         " optimizer.warmup_steps, or loop.dtype float32"
                     )
-                position = {"stage": phase.stage, "step": done, "steps": steps}
                 stop = group.any(self.should_stop())
                 if phase.evaluate and evaluate_every and done % evaluate_every == 0:
                     if group.rank == 0:
-                        self.write({**position, "phase": DEV, **phase.evaluate()})
+                        self.write(phase.stage, DEV, done, steps, **phase.evaluate())
                         module.train()
                     # The other workers wait here while worker 0 evaluates.
                     group.any(False)
@@ -406,18 +402,19 @@ class _Run:
                 if done % run.log_every == 0 or done in (first + 1, steps):
                     count = done - since
                     seconds = time.monotonic() - started
-                    record = {
-                        **position,
-                        "phase": phase.name,
-                        "lr": rate,
+                    self.write(
+                        phase.stage,
+                        phase.name,
+                        done,
+                        steps,
+                        lr=rate,
                         **group.mean({name: sums[name] / count for name in sums}),
-                        "images_per_second": count * phase.images / seconds,
-                        "step_seconds": seconds / count,
-                        "seconds": seconds,
-                        "data_wait": waited,
-                        "skipped": skipped,
-                    }
-                    self.write(record)
+                        images_per_second=count * phase.images / seconds,
+                        step_seconds=seconds / count,
+                        seconds=seconds,
+                        data_wait=waited,
+                        skipped=skipped,
+                    )
                     sums = Counter()
                     started = time.monotonic()
                     waited = 0.0

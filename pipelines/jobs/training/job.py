@@ -90,9 +90,20 @@ def run_training(
         on_event(StatusMessage("reading captions"))
         index = open_index(inputs.index)
         features = matching_bundle(index, inputs.model)
-        train_file = run.folder / "train.npy"
-        items, hashes, left_out = read_captioned_rows(index, train_file, inputs.split)
-        dev = _dev_images(settings, items, hashes)
+        file = run.folder / "train.npy"
+        items, hashes, left_out = read_captioned_rows(index, file, inputs.split)
+        dev: CaptionedRows | None = None
+        if inputs.dev is not None:
+            dev_index = open_index(inputs.dev)
+            # The features of both indexes must come from the same encoder.
+            matching_bundle(dev_index, features.path)
+            file = run.folder / "dev.npy"
+            dev, dev_hashes, _ = read_captioned_rows(dev_index, file, inputs.dev_split)
+            if shared := {*hashes} & {*dev_hashes}:
+                raise UsageError(
+                    f"{len(shared):,} images are in both the training set and the dev"
+                    " set; give separate indexes, or different splits"
+                )
         record, fingerprint = _record(settings, features, items, dev)
         if run.out.exists():
             return _finished_result(settings, fingerprint)
@@ -120,37 +131,6 @@ def run_training(
         on_event(StatusMessage(f"training on {counted(count, 'caption')}"))
         _run_steps(task, on_event, should_stop)
         return _write_bundle(task, left_out, on_event, should_stop, started)
-
-
-def _dev_images(
-    settings: TrainSettings, items: CaptionedRows, hashes: list[str]
-) -> CaptionedRows | None:
-    """Return the dev images; None without a dev set.
-
-    Raises:
-        UsageError: the features of the dev images come from another encoder, or some
-            of the images are training images, too.
-    """
-    inputs = settings.inputs
-    if inputs.dev is None:
-        return None
-    index = open_index(inputs.dev)
-    encoders = [each.manifest.model["fingerprint"] for each in (items.index, index)]
-    if encoders[0] != encoders[1]:
-        raise UsageError(
-            f"{index.location} has the encoder fingerprint {encoders[1]}, but"
-            f" {items.index.location} has {encoders[0]}; build both indexes with the"
-            " same bundle"
-        )
-    file = settings.run.folder / "dev.npy"
-    dev, dev_hashes, _ = read_captioned_rows(index, file, inputs.dev_split)
-    shared = {*hashes} & {*dev_hashes}
-    if shared:
-        raise UsageError(
-            f"{len(shared):,} images are in both the training set and the dev set;"
-            " give separate indexes, or different splits"
-        )
-    return dev
 
 
 def _record(
@@ -267,16 +247,17 @@ def _finished_result(settings: TrainSettings, fingerprint: str) -> TrainResult:
     out = settings.run.out
     result = _read_result(settings.run.folder)
     written = result and (result.run, result.fingerprint)
-    if result is None or written != (fingerprint, read_bundle_info(out).fingerprint):
+    expected = (fingerprint, read_bundle_info(out).fingerprint)
+    if (
+        result is None
+        or written != expected
+        or result.fitting != settings.fitting.model_dump()
+    ):
         raise UsageError(
-            f"{out} exists already; remove this folder, or set run.out to another"
-            " folder"
-        )
-    if result.fitting != settings.fitting.model_dump():
-        raise UsageError(
-            f"{out} was trained with other settings of the final score (group"
-            " 'fitting'); remove this folder to write the bundle again from the last"
-            " checkpoint, or set run.out to another folder"
+            f"{out} exists already, and another run made it, or this run with other"
+            " settings of the final score (group 'fitting'); remove this folder to"
+            " write the bundle again from the last checkpoint, or set run.out to"
+            " another folder"
         )
     return replace(result, already_finished=True)
 
