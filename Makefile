@@ -66,7 +66,7 @@ demo: $(VENV)/.demo
 	@echo "  $(BIN)/edje-index search $(DEMO)/photos.edje \"a man in black\" --html man.html"
 	@echo "  $(BIN)/edje-index build ~/Pictures --out pictures.edje --model $(DEMO)/model"
 
-# Takes ten minutes at most. Without a GPU, everything runs on the CPU, and the report says so.
+# Takes about ten minutes. Without a GPU, everything runs on the CPU, and the report says so.
 gpu-check: $(VENV)/.demo
 	$(BIN)/edje-index bench gpu $(PHOTOS) --report benchmarks/results
 

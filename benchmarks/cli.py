@@ -191,7 +191,6 @@ def gpu(job: Job) -> Iterable[str]:
     Args:
         parts: run only this part: limits, decode, score, pool, search or train;
             repeatable. If there are none, all run, and builds.
-        seconds: time limit. A part that needs more than what is left is skipped.
         tiny: rehearse with small models, which are fast enough for a CPU.
         report_folder: directory for the report, in Markdown and JSON, with a picture.
     """

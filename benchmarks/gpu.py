@@ -75,10 +75,9 @@ def bench_gpu(
     *,
     device: str = "auto",
     parts: Sequence[str] = (),
-    seconds: float = 540.0,
     tiny: bool = False,
 ) -> Report:
-    """Run the check for at most `seconds`, and return the report.
+    """Run the check, and return the report.
 
     The arguments are options of `edje-index bench gpu`.
 
@@ -124,8 +123,6 @@ def bench_gpu(
             for tower, (sizes, count) in _TOWERS.items()
             for engine, workers in (("inline", 1), ("ray", 4))
         ]
-    if tiny:
-        tasks = [task._replace(seconds=0) for task in tasks]
     about = {
         "name": "gpu",
         "title": f"Results and rates on {name}",
@@ -139,15 +136,7 @@ def bench_gpu(
     }
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory, "scratch")
-        return run(
-            about,
-            tasks,
-            scratch,
-            scratch,
-            say,
-            report_folder=report_folder,
-            seconds=seconds,
-        )
+        return run(about, tasks, scratch, scratch, say, report_folder=report_folder)
 
 
 def measure(part: str, photos: str, device: str, tiny: bool) -> Iterator[Report]:

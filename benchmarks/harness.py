@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -75,7 +74,6 @@ def run(
     *,
     verdict: Callable[[list[Report]], Iterable[str]] = lambda rows: (),
     report_folder: Path | None = None,
-    seconds: float = float("inf"),
 ) -> Report:
     """Run a benchmark, and return its report.
 
@@ -89,7 +87,6 @@ def run(
         say: receives each note and each result.
         verdict: returns the first sentences of the report from its rows.
         report_folder: directory to which the report is written after each result.
-        seconds: time limit. A task is left out if it needs more than what is left.
 
     Raises:
         UsageError: no report can be written to `report_folder`.
@@ -119,11 +116,9 @@ def run(
     report = {**about, "environment": where, "rows": [], "verdict": []}
     if results:
         say(f"{len(lines) - 1} runs were measured before an interruption")
-    started = time.monotonic()
     for number, task in enumerate(tasks[len(lines) - 1 :], len(lines)):
         before = len(results)
-        left = seconds - (time.monotonic() - started)
-        for result in _results(task, folder, left):
+        for result in results_of(task.function, task.arguments, folder):
             results.append(task._asdict() | {"command": task.command} | result)
             text = result.get("problem") or ", ".join(
                 f"{name} {value:,.4g}" for name, value in result["values"].items()
@@ -144,29 +139,20 @@ def run(
     return report
 
 
-def _results(task: Task, folder: Path, left: float) -> Iterator[Report]:
-    """Yield the results of a task. The error of a task is its last result."""
-    if left < task.seconds:
-        yield {"case": "skipped", "problem": f"only {left:.0f} s are left"}
-        return
-    try:
-        yield from results_of(task.function, task.arguments, folder, left)
-    except EdjeError as error:
-        yield {"case": "failed", "problem": str(error)}
-
-
 def results_of(
-    function: str, arguments: Sequence[Any], folder: Path, seconds: float
+    function: str,
+    arguments: Sequence[Any],
+    folder: Path,
+    seconds: float = _TIMEOUT_SECONDS,
 ) -> Iterator[Report]:
     """Call a generator function in a new process with the working directory `folder`,
     and yield what it yields.
 
-    Raises:
-        EdjeError: the function raised an error, or the process died or took more than
-            `seconds` or half an hour.
+    If the function raises an error, or if the process dies or takes more than
+    `seconds`, the last result says so.
     """
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    limit = ["timeout", str(min(seconds, _TIMEOUT_SECONDS))]
+    limit = ["timeout", str(seconds)]
     command = [*limit, sys.executable, "-P", "-m", "benchmarks.harness", function]
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -190,7 +176,7 @@ def results_of(
         errors.seek(0)
         last = (errors.read().strip() or "it took too long").splitlines()[-1]
         if code:
-            raise EdjeError(f"ended with code {code}: {last}")
+            yield {"case": "failed", "problem": f"ended with code {code}: {last}"}
 
 
 def run_command(*arguments: object) -> Report:

@@ -46,30 +46,12 @@ IMAGE_SIZE = 224
 TOWER_WEIGHTS = "model.safetensors"
 # tokens per text; longer texts are truncated
 CONTEXT_LENGTH = 64
-CUTOFFS = (1, 5, 10, 50)
+CUTOFFS = (1, 10)
 WEIGHT_DECAY = 0.5
 # largest value of 1 / temperature, as in CLIP
 MAX_SCALE = 100.0
 IMAGE_BATCH = 32
 TEXT_BATCH = 128
-# Fields of config.json that determine the output of a BERT model. Other fields are not
-# written, because they differ between versions of transformers.
-_BERT_FIELDS = (
-    "attention_probs_dropout_prob",
-    "hidden_act",
-    "hidden_dropout_prob",
-    "hidden_size",
-    "initializer_range",
-    "intermediate_size",
-    "layer_norm_eps",
-    "max_position_embeddings",
-    "model_type",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "pad_token_id",
-    "type_vocab_size",
-    "vocab_size",
-)
 
 
 @dataclass
@@ -167,7 +149,6 @@ def start_model(
     }
     assign_weights(clip.text.transformer, text_weights, str(text))
     fields = json.loads((text / "config.json").read_text())
-    fields = {name: fields[name] for name in _BERT_FIELDS if name in fields}
     return EmbeddingModel(clip, config, text_tokenizer(config, text), fields)
 
 
@@ -212,7 +193,7 @@ def train_heads(
     batch_size: int = 512,
     lr: float = 1e-3,
     dropout: float = 0.3,
-) -> dict[str, dict[str, float]]:
+) -> dict[str, float]:
     """Train the heads of `clip` in place, and keep the weights of the epoch with the
     highest mean of R@1 and R@10 on `dev`.
 
@@ -235,8 +216,7 @@ def train_heads(
     text_head = clip.text.proj
     log_scale = clip.logit_scale
     heads = nn.ModuleList([image_head, text_head])
-    # The parameters with weight decay, which have at least two axes, come first.
-    parameters = sorted([*heads.parameters(), log_scale], key=lambda p: p.ndim <= 1)
+    parameters = [*heads.parameters(), log_scale]
     # Image features are standardised for the training. After the training, the first
     # layer of the image head is changed so that it accepts the original features.
     mean = data.images.mean(0)
@@ -268,9 +248,8 @@ def train_heads(
         for module in heads.modules()
         if isinstance(module, nn.GELU)
     ]
-    best_quality = -1.0
     best_state = list[torch.Tensor]()
-    best_recalls = dict[str, dict[str, float]]()
+    best_recalls = dict[str, float]()
     for parameter in parameters:
         parameter.requires_grad_(True)
     with torch.random.fork_rng(devices=[]):
@@ -297,9 +276,7 @@ def train_heads(
             print(f"epoch {epoch}: loss {np.mean(losses):.3f}, recall {recalls}")
             if not np.isfinite(losses).all():
                 raise ModelError("the loss is not finite; lower the learning rate")
-            quality = sum(each["R@1"] + each["R@10"] for each in recalls.values())
-            if quality > best_quality:
-                best_quality = quality
+            if not best_recalls or sum(recalls.values()) > sum(best_recalls.values()):
                 best_recalls = recalls
                 best_state = [parameter.detach().clone() for parameter in parameters]
     for hook in hooks:
@@ -344,9 +321,9 @@ def contrastive_loss(
 @torch.inference_mode()
 def recall(
     image_head: nn.Module, text_head: nn.Module, data: PairFeatures
-) -> dict[str, dict[str, float]]:
-    """Return the recall in percent, by direction (``t2i``, ``i2t``) and cut-off
-    (``R@1``, ...).
+) -> dict[str, float]:
+    """Return the recalls in percent, for example ``t2i R@1``, by direction and
+    cut-off.
     """
     images = functional.normalize(image_head(data.images), dim=-1)
     texts = functional.normalize(text_head(data.captions), dim=-1)
@@ -357,6 +334,7 @@ def recall(
         "i2t": ranks_by_similarity(similarities.T, relevant.T),
     }
     return {
-        name: {f"R@{k}": 100 * float((rank < k).mean()) for k in CUTOFFS}
+        f"{name} R@{k}": 100 * float((rank < k).mean())
         for name, rank in ranks.items()
+        for k in CUTOFFS
     }
