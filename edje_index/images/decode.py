@@ -128,6 +128,8 @@ _REASONS_OF_MESSAGES = (
 # True if `Image.fromarrow` may be used, which makes an image in memory that belongs to
 # Arrow. Pillow 12 crashes when such an image is converted to an Arrow array again.
 _SHARES_MEMORY = int(PIL.__version__.partition(".")[0]) >= 13
+# signature of an error handler of libtiff: (module, format, pointer to the arguments)
+_TiffHandler = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3)
 
 _WITH_ALPHA = frozenset({"RGBA", "LA", "PA", "RGBa", "La"})
 _ToBytes = Callable[[NDArray[Any]], NDArray[np.uint8]]
@@ -149,8 +151,8 @@ class _ThisThread(threading.local):
 
     Attributes:
         loads_truncated: True inside `loading_truncated`.
-        is_quiet: True while this package decodes an image. Pillow then reports nothing
-            in this thread.
+        is_quiet: True while this package decodes an image. Pillow and libtiff then
+            report nothing in this thread.
     """
 
     loads_truncated = False
@@ -567,6 +569,26 @@ class _Warnings:
 
 
 @functools.cache
+def _handle_tiff_errors() -> Any:
+    """Drop the errors that libtiff writes to stderr, in threads that are quiet. Return
+    the handler, which libtiff does not keep alive.
+    """
+    set_handler = ctypes.CDLL(sys.modules["PIL._imaging"].__file__).TIFFSetErrorHandler
+    set_handler.restype = ctypes.c_void_p
+    # None if another library has removed the handler
+    earlier = set_handler(None)
+    pass_on = _TiffHandler(earlier) if earlier else None
+
+    def handle(*error: Any) -> None:
+        if pass_on is not None and not _this_thread.is_quiet:
+            pass_on(*error)
+
+    handler = _TiffHandler(handle)
+    set_handler(handler)
+    return handler
+
+
+@functools.cache
 def _pillow_formats() -> dict[str, Any]:
     """Set up Pillow once per process. Return a dictionary from the name of a format to
     (function that opens a file, function that tests its first bytes).
@@ -587,8 +609,8 @@ def _pillow_formats() -> dict[str, Any]:
         if name.startswith("PIL.") and getattr(module, "warnings", None) is warnings:
             vars(module)["warnings"] = _Warnings()
             logging.getLogger(name).addFilter(lambda _: not _this_thread.is_quiet)
-    # libtiff would write errors to stderr. A Pillow may lack libtiff.
+    # A Pillow without libtiff has no such function.
     with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(sys.modules["PIL._imaging"].__file__).TIFFSetErrorHandler(None)
+        _handle_tiff_errors()
     PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = _MAX_PNG_TEXT
     return {name: Image.OPEN[name] for name in _FORMATS if name in Image.OPEN}
