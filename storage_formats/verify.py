@@ -333,7 +333,8 @@ def _check_own_files(index: CommittedIndex) -> Iterator[Problem]:
                 message=f"{problem.message}; build the nearest-neighbour index again",
             )
     vectors = manifest.ann.get("vectors")
-    if vectors is not None and vectors != manifest.counts.indexed:
+    has_all_rows = "rows" not in manifest.ann
+    if has_all_rows and vectors is not None and vectors != manifest.counts.indexed:
         yield Problem(
             "ann",
             "counts",

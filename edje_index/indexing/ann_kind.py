@@ -22,10 +22,6 @@ _PEAK = 1.2
 """Memory that a build needs at its peak, divided by the size of the FAISS index."""
 _ID_BYTES = 8
 _FLOAT_BYTES = 4
-# If the drift or the number of FAISS files is above its limit, `rebuild_reasons` gives
-# this as a reason to build the FAISS index again.
-_MAX_DRIFT = 1.1
-_MAX_FILES = 16
 
 
 @dataclass(frozen=True)
@@ -158,42 +154,28 @@ def missed_recall(manifest: Manifest) -> str | None:
     )
 
 
+def rows_after_build(manifest: Manifest) -> list[range]:
+    """Return the ranges of rows that were appended after the nearest-neighbour index
+    was built. The FAISS files do not have these rows, so a search compares the query
+    with each of them.
+    """
+    spec = manifest.spec
+    built = manifest.ann.get("rows", spec.rows)
+    return [
+        range(segment.first_row, segment.stop)
+        for segment in spec.used_segments
+        if segment.first_row >= built
+    ]
+
+
 def rebuild_reasons(manifest: Manifest) -> list[str]:
     """Return the reasons to build the nearest-neighbour index again; empty if there are
     none.
-
-    One reason is drift: appended embeddings lie further from the centroids than the
-    embeddings of the first file. The drift is the mean distance of the appended
-    embeddings from their nearest centroids, divided by the mean distance of the
-    embeddings of the first file from theirs.
     """
-    # one file may contain only the centroids and no vectors
-    files = [file for file in manifest.ann.get("files", []) if file.get("vectors", 1)]
-    spec = manifest.spec
     reasons = [missed] if (missed := missed_recall(manifest)) else []
-    distances = [
-        (int(file["vectors"]), 1 - float(file["similarity"]))
-        for file in files
-        if "similarity" in file
-    ]
-    appended = sum(int(file.get("vectors", 0)) for file in files[1:])
-    if appended and len(distances) == len(files) and distances[0][1] > 0:
-        drift = (
-            sum(vectors * distance for vectors, distance in distances[1:])
-            / appended
-            / distances[0][1]
+    appended = sum(map(len, rows_after_build(manifest)))
+    if appended > FLAT_LIMIT:
+        reasons.append(
+            f"a search compares the query with each of {appended:,} appended rows"
         )
-        if drift > _MAX_DRIFT:
-            reasons.append(
-                f"appended embeddings lie {drift:.2f} times as far from the centroids"
-                " as the first embeddings"
-            )
-    if len(files) > _MAX_FILES:
-        reasons.append(f"a search reads {len(files)} files")
-    if (
-        manifest.ann.get("kind") == "flat"
-        and appended
-        and spec.used_rows > VECTOR_LIMIT
-    ):
-        reasons.append(f"{spec.used_rows:,} rows are too many for an exact search")
     return reasons

@@ -1,4 +1,4 @@
-"""Builds the nearest-neighbour index of the embeddings, and adds and removes rows
+"""Builds the nearest-neighbour index of the embeddings, and removes rows from it
 (SPEC.md section 10). `faiss_index` searches the nearest-neighbour index.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.indexing.ann_kind import VECTOR_LIMIT, AnnKind
+from edje_index.indexing.ann_kind import AnnKind
 from edje_index.indexing.faiss_index import (
     CANDIDATES_PER_NEIGHBOUR,
     PIECE_BYTES,
@@ -48,9 +48,6 @@ _CODES = 16
 # FAISS warns if there are fewer than 39 training vectors per inverted list
 # (Clustering::min_points_per_centroid).
 _TRAINING_VECTORS_PER_LIST = 64
-# Number of rows in the sample that measures the drift. The mean distance of so many
-# rows from their centroids varies by about 1 % from sample to sample.
-_DRIFT_ROWS = 2000
 # If doubling the number of probes raises the recall by less than this number, more
 # candidates are tried.
 _LEAST_GAIN = 0.01
@@ -122,11 +119,6 @@ def build_ann(
     kind.check_memory(spec.used_rows, width, request.memory)
     embeddings = IndexedEmbeddings(place, spec, list(spec.shard_numbers()))
     index = _trained(kind, embeddings, spec.used_rows)
-    files: list[Any] = []
-    if count_lists(index):
-        # An append needs the centroids but no vectors, so a second, small file contains
-        # only the centroids.
-        files.append(_write(place, index))
     _fill(index, embeddings, on_progress)
     measured: dict[str, Any] = {}
     if lists := count_lists(index):
@@ -136,71 +128,15 @@ def build_ann(
         }
     else:
         kind = AnnKind()
-    file = _write(place, index, embeddings)
+    file = _write(place, index)
     ann: dict[str, Any] = {
         "kind": kind.name,
         "metric": "inner-product",
-        "vectors": file["vectors"],
-        "files": [file, *files],
+        "vectors": int(index.ntotal),
+        "files": [file],
         **measured,
     }
     return cast(Ann, ann)
-
-
-def extend_ann(
-    place: Place,
-    spec: IndexSpec,
-    ann: Ann,
-    on_progress: OnProgress | None = None,
-) -> Ann:
-    """Write the last segment of `spec` to a new FAISS file, together with the vectors
-    in small files of earlier appends.
-
-    If the first FAISS file has inverted lists, the new file uses the same centroids and
-    codes.
-
-    Returns:
-        The description of all FAISS files for the manifest. `ann` is returned unchanged
-        if the index has no nearest-neighbour index.
-    """
-    if not ann.get("files"):
-        return ann
-    segment = spec.used_segments[-1]
-    embeddings = IndexedEmbeddings(place, spec, spec.segment_shards(segment))
-    files: list[Any] = [{"vectors": ann["vectors"], **file} for file in ann["files"]]
-    # all files have the same centroids, so the smallest file is loaded
-    smallest = min(files, key=lambda file: file["bytes"])
-    place.fetch([FileEntry.from_json(smallest)])
-    index = open_part(place.root, spec, smallest)
-    if count_lists(index):
-        # remove the vectors and keep the centroids
-        index.reset()
-    else:
-        index = _trained(
-            AnnKind.choose(segment.rows, spec.embed_dim), embeddings, segment.rows
-        )
-    _fill(index, embeddings, on_progress)
-    added: int = index.ntotal
-    joined: list[Any] = []
-    # Small files of earlier appends are merged into the new file, so that few files
-    # stay. The limits ensure that each vector is written again only a few times.
-    for file in sorted(files[1:], key=lambda file: file["vectors"]):
-        if 0 < file["vectors"] <= min(2 * index.ntotal, VECTOR_LIMIT - index.ntotal):
-            place.fetch([FileEntry.from_json(file)])
-            part = open_part(place.root, spec, file)
-            if count_lists(part) == count_lists(index):
-                index.merge_from(part, 0)
-                joined.append(file)
-    new: Any = _write(place, index, embeddings)
-    samples = [*joined, {**new, "vectors": added}]
-    if all("similarity" in each for each in samples):
-        total = sum(each["vectors"] * each["similarity"] for each in samples)
-        new["similarity"] = round(total / new["vectors"], 4)
-    return {
-        **ann,
-        "vectors": ann["vectors"] + added,
-        "files": [*(file for file in files if file not in joined), new],
-    }
 
 
 def ann_without_rows(
@@ -217,17 +153,13 @@ def ann_without_rows(
     ann = index.manifest.ann
     index.fetch(index.manifest.ann_files)
     files: list[Any] = []
-    for described in ann.get("files", []):
+    for described in ann["files"]:
         file: Any = {"vectors": ann["vectors"], **described}
         part = open_part(index.root, index.manifest.spec, file)
         if part.remove_ids(np.array(row_ids, dtype=np.int64)):
-            file = {**file, **_write(place, part)}
+            file = _write(place, part)
         files.append(file)
-    return (
-        {**ann, "vectors": sum(file["vectors"] for file in files), "files": files}
-        if files
-        else ann
-    )
+    return {**ann, "vectors": sum(file["vectors"] for file in files), "files": files}
 
 
 def _trained(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> FaissIndex:
@@ -237,7 +169,7 @@ def _trained(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> FaissIn
 
     The sample consists of the `embeddings` whose row id is a multiple of `step`, which
     is even. Rows with odd row ids are therefore never used for training. So they can be
-    used to measure the recall and the drift.
+    used to measure the recall.
     """
     import faiss
 
@@ -390,8 +322,12 @@ def _measure(
 def recall_queries(
     embeddings: IndexedEmbeddings, on_progress: OnProgress | None = None
 ) -> tuple[NDArray[np.int64], Vectors, list[Vectors]]:
-    """Draw rows as queries from all shards, and find the similarities of the 101
-    nearest rows of each query by exact search. One of them is the query itself.
+    """Draw rows as queries, evenly from all shards, and find the similarities of the
+    101 nearest rows of each query by exact search. One of them is the query itself.
+
+    The row ids are odd, because rows with even row ids are used to train FAISS. The
+    last row id of a segment is an exception: it may be even, and its row may have been
+    used for training.
 
     Return the row ids and the embeddings of the queries, and the similarities of each
     query, highest first.
@@ -399,18 +335,28 @@ def recall_queries(
     import faiss
 
     module: Any = faiss
-    row_ids, queries = held_out(embeddings, _RECALL_QUERIES)
+    spec = embeddings.spec
+    rng = np.random.default_rng(0)
+    drawn = set[int]()
+    for at in np.linspace(0, len(embeddings.shards) - 1, _RECALL_QUERIES):
+        rows = spec.shard_rows(embeddings.shards[int(at)])
+        drawn.add(min(int(rng.integers(rows.start, rows.stop)) | 1, rows.stop - 1))
+    row_ids = np.array(sorted(drawn), dtype=np.int64)
+    queries = embeddings[row_ids]
+    is_indexed = ~holes(queries)
+    row_ids = row_ids[is_indexed]
+    queries = queries[is_indexed]
     count = _RECALL_NEIGHBOURS + 1
     best = module.ResultHeap(len(row_ids), count, keep_max=True)
-    for done, (rows, vectors) in enumerate(embeddings, 1):
+    for done, (shard_rows, vectors) in enumerate(embeddings, 1):
         if on_progress:
             on_progress("measuring the recall", done, len(embeddings.shards))
-        if len(rows) and len(row_ids):
+        if len(shard_rows) and len(row_ids):
             best.add_result(
                 *module.knn(
                     queries,
                     vectors,
-                    min(len(rows), count),
+                    min(len(shard_rows), count),
                     metric=module.METRIC_INNER_PRODUCT,
                 )
             )
@@ -423,44 +369,9 @@ def recall_queries(
     return row_ids, queries, neighbours
 
 
-def held_out(
-    embeddings: IndexedEmbeddings, count: int
-) -> tuple[NDArray[np.int64], Vectors]:
-    """Return row ids and embeddings of at most `count` rows, which are spread evenly
-    over the shards.
-
-    The row ids are odd, because rows with even row ids are used to train FAISS. The
-    last row id of a segment is an exception: it may be even, and its row may have been
-    used for training.
-    """
-    spec = embeddings.spec
-    rng = np.random.default_rng(0)
-    shards = [
-        embeddings.shards[int(i)]
-        for i in np.linspace(0, len(embeddings.shards) - 1, count)
-    ]
-    row_ids = np.empty(count, dtype=np.int64)
-    for number, shard in enumerate(shards):
-        rows = spec.shard_rows(shard)
-        row_ids[number] = min(
-            int(rng.integers(rows.start, rows.stop)) | 1, rows.stop - 1
-        )
-    row_ids = np.unique(row_ids)
-    vectors = embeddings[row_ids]
-    indexed = ~holes(vectors)
-    return row_ids[indexed], vectors[indexed]
-
-
-def _write(
-    place: Place,
-    index: FaissIndex,
-    embeddings: IndexedEmbeddings | None = None,
-) -> dict[str, Any]:
+def _write(place: Place, index: FaissIndex) -> dict[str, Any]:
     """Write a FAISS index to a file that is named after its checksum, and return the
     entry of the file for the manifest.
-
-    If the FAISS index has inverted lists and `embeddings` is given, the entry contains
-    the mean inner product of a sample of the embeddings and their nearest centroids.
     """
     temporary = private_path(place.ann / "index.faiss", place.staging)
     try:
@@ -470,14 +381,7 @@ def _write(
         place.put([(temporary, file)])
     finally:
         temporary.unlink(missing_ok=True)
-    entry = {**file.to_json(), "vectors": int(index.ntotal)}
-    if embeddings is not None and count_lists(index):
-        vectors = held_out(embeddings, _DRIFT_ROWS)[1]
-        if len(vectors):
-            entry["similarity"] = round(
-                float(index.quantizer.search(vectors, 1)[0].mean()), 4
-            )
-    return entry
+    return {**file.to_json(), "vectors": int(index.ntotal)}
 
 
 def write_part(index: FaissIndex, path: Path) -> None:

@@ -1,9 +1,9 @@
 """Searches the nearest-neighbour index of the embeddings (SPEC.md section 10).
 
 Embeddings have the length 1, so inner products are cosine similarities. FAISS ids are
-row ids. Holes have no vector. A nearest-neighbour index consists of one or several
-FAISS files: a build writes the first ones, and each append adds one. `faiss_build`
-writes the files.
+row ids. Holes have no vector. `faiss_build` writes the FAISS file of a
+nearest-neighbour index. Indexes of earlier versions may have several. Rows that were
+appended later are compared with the query one by one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.errors import ModelError
-from edje_index.indexing.ann_kind import missed_recall
+from edje_index.indexing.ann_kind import missed_recall, rows_after_build
 from edje_index.indexing.faiss_file import check_faiss_file
 from storage_formats.arrays import as_finite, holes
 from storage_formats.errors import UsageError, cannot_read
@@ -94,21 +94,29 @@ class AnnIndex:
     """
 
     def __init__(self, index: CommittedIndex) -> None:
+        import faiss
+
         manifest = index.manifest
         root = index.root
-        files = [
-            {"vectors": manifest.counts.indexed, **file}
-            for file in manifest.ann.get("files", [])
-        ]
+        spec = manifest.spec
+        vectors = manifest.ann.get("vectors", manifest.counts.indexed)
+        files = [{"vectors": vectors, **file} for file in manifest.ann.get("files", [])]
         if not files:
             raise UsageError(f"{root} has no nearest-neighbour index", remedy="ann")
-        self._embeddings = IndexedEmbeddings(Layout(root), manifest.spec, index=index)
+        self._embeddings = IndexedEmbeddings(Layout(root), spec, index=index)
         index.fetch(manifest.ann_files)
-        self._parts = [open_part(root, manifest.spec, file) for file in files]
+        self._parts = [open_part(root, spec, file) for file in files]
+        if appended := rows_after_build(manifest):
+            rows = np.concatenate([np.array(each) for each in appended])
+            embeddings = self._embeddings[rows]
+            has_vector = ~holes(embeddings)
+            flat: FaissIndex = faiss.IndexIDMap2(faiss.IndexFlatIP(spec.embed_dim))
+            flat.add_with_ids(embeddings[has_vector], rows[has_vector])
+            self._parts.append(flat)
         self.live: NDArray[np.uint8] | None = None
         if len(index.deleted):
             row_ids = index.deleted.row_ids
-            self.live = np.full(-(-manifest.spec.rows // 8), 0xFF, dtype=np.uint8)
+            self.live = np.full(-(-spec.rows // 8), 0xFF, dtype=np.uint8)
             # clear the bits of deleted rows
             np.bitwise_and.at(
                 self.live, row_ids // 8, ~np.left_shift(1, row_ids % 8).astype(np.uint8)

@@ -36,7 +36,6 @@ from pipelines.progress.events import (
     ShardMeter,
     ShouldStop,
     StatusMessage,
-    progress_callback,
     stop_at_events,
 )
 from pipelines.progress.wording import counted
@@ -246,19 +245,17 @@ class Edit:
             return before
         if self.earlier is None:
             ann = before.ann
-            if (changes_segments or self.erases) and before.ann_files:
+            if changes_segments:
+                ann = before.ann_after_append()
+            if self.erases and before.ann_files:
                 # Import the module only here: the import takes several times as long as
                 # a deletion, and a deletion does not need the module.
-                from edje_index.indexing.faiss_build import ann_without_rows, extend_ann
+                from edje_index.indexing.faiss_build import ann_without_rows
 
                 on_event(StatusMessage("changing the nearest-neighbour index"))
-                if self.erases:
-                    gone = change.index.deleted.with_rows(list(self.deleted))
-                    gone_ids = gone.row_ids.tolist()
-                    ann = ann_without_rows(change.layout, change.index, gone_ids)
-                else:
-                    on_progress = progress_callback(on_event)
-                    ann = extend_ann(change.layout, self.spec, ann, on_progress)
+                gone = change.index.deleted.with_rows(list(self.deleted))
+                gone_ids = gone.row_ids.tolist()
+                ann = ann_without_rows(change.layout, change.index, gone_ids)
             elif self.ann is not None:
                 from pipelines.jobs.ann import rebuilt_ann
 

@@ -14,13 +14,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from edje_index.indexing.faiss_build import build_ann, check_faiss, extend_ann
+from edje_index.indexing.faiss_build import build_ann, check_faiss
 from edje_index.inputs.tables import parquet_rows, value_columns
-from pipelines.jobs.resources import (
-    check_ann_memory,
-    check_disk,
-    check_extension_memory,
-)
+from pipelines.jobs.resources import check_ann_memory, check_disk
 from pipelines.metadata import Ignored, source_values
 from pipelines.progress.events import (
     JobStopped,
@@ -34,13 +30,11 @@ from pipelines.progress.events import (
 from pipelines.progress.wording import by_reason
 from storage_formats.arrays import Array
 from storage_formats.atomic import naming
-from storage_formats.change import open_at
 from storage_formats.codecs import BF16, codec
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec
-from storage_formats.format.manifest import Ann
 from storage_formats.format.parquet import open_parquet
-from storage_formats.format.places import Place, open_place
+from storage_formats.format.places import open_place
 from storage_formats.format.remote import open_index
 from storage_formats.remote.urls import IndexLocation
 from storage_formats.writing.index_writer import ROW_COLUMNS, IndexWriter, Rows
@@ -139,7 +133,6 @@ def import_arrays(
     if before is None:
         check_ann_memory(spec, None)
     else:
-        check_extension_memory(before, spec.rows)
         if {*names} != {*stored}:
             raise UsageError(
                 f"{out} stores {', '.join(stored)}, so rows with {', '.join(names)}"
@@ -177,8 +170,9 @@ def import_arrays(
         if ignored:
             text = f"values of {rows} that are not stored: {by_reason(ignored)}"
             on_event(StatusMessage(text, is_warning=True))
-        on_event(StatusMessage("building the nearest-neighbour index"))
-        manifest = writer.finish(_extended_ann if append else build_ann)
+        if not append:
+            on_event(StatusMessage("building the nearest-neighbour index"))
+        manifest = writer.finish(build_ann)
     return ImportResult(
         spec.rows,
         spec.shards,
@@ -189,10 +183,6 @@ def import_arrays(
         manifest.ann["kind"],
         time.monotonic() - started,
     )
-
-
-def _extended_ann(place: Place, spec: IndexSpec) -> Ann:
-    return extend_ann(place, spec, open_at(place).manifest.ann)
 
 
 def open_npy(path: Path, dimensions: int) -> Array:

@@ -23,7 +23,6 @@ from storage_formats.format.layout import (
     IndexSpec,
     padded_shard_bytes,
 )
-from storage_formats.format.manifest import Manifest
 from storage_formats.format.places import Place
 from storage_formats.threads import usable_cpus
 
@@ -193,23 +192,6 @@ def check_ann_memory(spec: IndexSpec, memory: int | None) -> None:
         "split the sources over several indexes",
         parameter="sources",
     )
-
-
-def check_extension_memory(manifest: Manifest, rows: int) -> None:
-    """Raise ResourcesError if the memory is too small to add `rows` rows to the
-    nearest-neighbour index.
-    """
-    ann = manifest.ann
-    width = manifest.spec.embed_dim
-    need = 0
-    if ann.get("files"):
-        # All FAISS files have the same centroids, which are read from the smallest
-        # file. Small files that are merged into the new file are not counted.
-        loaded = min(int(file["bytes"]) for file in ann["files"])
-        factory = ann.get("factory")
-        kind = AnnKind.parse(factory, width) if factory else AnnKind.choose(rows, width)
-        need = max(loaded, kind.build_bytes(rows, width))
-    _check_memory({_ANN: need}, None, "split the index", parameter="sources")
 
 
 def check_disk(

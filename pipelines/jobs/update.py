@@ -44,7 +44,6 @@ from pipelines.jobs.plan import (
 from pipelines.jobs.resources import (
     Execution,
     check_disk,
-    check_extension_memory,
     choose_workers,
 )
 from pipelines.jobs.snapshots import edited_values, value_line
@@ -155,7 +154,6 @@ def append_index(
                 plan = _plan_rows(change, changes, settings, info)
         else:
             duplicates = plan.duplicates
-            check_extension_memory(change.index.manifest, plan.rows)
         groups = recorded_sources(change.index.manifest)
         if groups is not None and (plan is not None or not _cover(groups, group)):
             groups = tuple(dict.fromkeys((*groups, group)))
@@ -576,7 +574,6 @@ def _plan_rows(
     manifest = change.index.manifest
     spec = manifest.spec
     rows = len(changes.refs)
-    check_extension_memory(manifest, rows)
     check_disk(change.layout, replace(spec, rows=rows, segments=()))
     first_row = next_first_row(manifest)
     segments = (*spec.used_segments, Segment(first_row, rows))

@@ -144,6 +144,7 @@ class Ann(TypedDict, total=False):
     metric: str
     factory: str
     vectors: int
+    rows: int
     probes: int
     candidates: int
     recall: Recall
@@ -293,6 +294,10 @@ class Manifest:
     def write(self, place: Place) -> None:
         """Replace `index.json`. This commits the snapshot."""
         place.commit(json_bytes(self.to_json()))
+
+    def ann_after_append(self) -> Ann:
+        """Return the member `ann` of the index after rows were appended to it."""
+        return {"rows": self.spec.rows, **self.ann} if self.ann_files else self.ann
 
     @property
     def ann_files(self) -> list[FileEntry]:

@@ -100,7 +100,7 @@ class IndexWriter:
     Use the writer in a `with` statement. The end of the block commits the rows. If an
     exception ends the block, all written files are removed, and an existing index is
     as before. The writer holds at most one shard in memory. To add a nearest-neighbour
-    index of all rows, call `edje_index.add_ann` after the block, also after an append.
+    index, call `edje_index.add_ann` after the block.
 
     Examples:
         >>> import numpy as np
@@ -362,7 +362,8 @@ class IndexWriter:
             build_ann: called as `build_ann(place, spec)`. It writes a nearest-neighbour
                 index to the index at `place`, which has the shape `spec`, and returns
                 the value of `ann` in `index.json`. None writes no nearest-neighbour
-                index; after an append, the index has none either.
+                index. After an append, the function is not called: a search compares
+                the query with each of the new rows.
 
         Raises:
             UsageError: no row was appended, or the writer is closed.
@@ -394,8 +395,8 @@ class IndexWriter:
         if isinstance(change, NewIndex):
             begin_index(place, spec)
         fetch_tables(place, self._receipts)
-        ann: Ann = {"kind": "none"} if build_ann is None else build_ann(place, spec)
         if isinstance(change, NewIndex):
+            ann: Ann = {"kind": "none"} if build_ann is None else build_ann(place, spec)
             fingerprint = hashlib.sha256(self._encoder.encode()).hexdigest()
             manifest = new_manifest(
                 place,
@@ -414,7 +415,7 @@ class IndexWriter:
                 before,
                 spec=spec,
                 counts=add_counts(before.counts, total_counts(self._receipts)),
-                ann=ann,
+                ann=before.ann_after_append(),
                 columns=columns,
                 **tables,
             )

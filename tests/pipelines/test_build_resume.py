@@ -10,7 +10,6 @@ import pytest
 from edje_index.indexing import ann_kind, shard_encoding
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.indexing.kept_batches import kept_rows
-from pipelines import append_index, update_index
 from pipelines.progress.events import JobStopped, PlanReady, Progress
 from storage_formats import verify_index
 from storage_formats.errors import UsageError
@@ -18,7 +17,7 @@ from storage_formats.format.journal import read_journal
 from storage_formats.format.layout import Layout
 from storage_formats.format.places import Directory
 from storage_formats.format.rows import read_rows
-from tests.pipelines.conftest import run_build, stop_after_one_shard, write_photo
+from tests.pipelines.conftest import run_build, stop_after_one_shard
 
 
 def finished_before(config):
@@ -92,32 +91,18 @@ def test_a_stop_during_the_last_shard_comes_before_the_search_index(config):
 
 
 def test_too_little_memory_for_the_search_index_is_refused_before_a_resumed_job_encodes(
-    config, monkeypatch, photos, tmp_path
+    config, monkeypatch
 ):
-    new = tmp_path / "new"
-    root = config().out
-    for seed in range(10, 18):
-        write_photo(new / f"{seed}.jpg", seed)
-    for request, job in (
-        (config(memory=10**9), run_build),
-        (
-            root,
-            lambda root, **events: append_index(root, new, engine="inline", **events),
-        ),
-    ):
-        stop_after_one_shard(job, request)
-        with monkeypatch.context() as patch:
-            patch.setattr(ann_kind, "_PEAK", 10.0**10)
-            patch.setattr(shard_encoding, "encode_shard", None)
-            with pytest.raises(
-                UsageError, match=r"nearest-neighbour index .* of memory, but only"
-            ):
-                job(request)
-        job(request)
-    photos.joinpath("07.jpg").write_bytes(new.joinpath("10.jpg").read_bytes() + b" ")
-    monkeypatch.setattr(ann_kind, "_PEAK", 10.0**10)
-    with pytest.raises(UsageError, match="nearest-neighbour index"):
-        update_index(root, retry_failed=True, engine="inline")
+    request = config(memory=10**9)
+    stop_after_one_shard(run_build, request)
+    with monkeypatch.context() as patch:
+        patch.setattr(ann_kind, "_PEAK", 10.0**10)
+        patch.setattr(shard_encoding, "encode_shard", None)
+        with pytest.raises(
+            UsageError, match=r"nearest-neighbour index .* of memory, but only"
+        ):
+            run_build(request)
+    run_build(request)
 
 
 def test_a_full_disk_while_faiss_writes_is_one_clear_error(config, monkeypatch):

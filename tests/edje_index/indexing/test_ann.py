@@ -1,4 +1,4 @@
-"""Kinds of FAISS index, recall, drift, and the commands `edje-index ann`."""
+"""Kinds of FAISS index, recall, and the commands `edje-index ann`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import faiss
 import numpy as np
 import pytest
 
+from edje_index.indexing import ann_kind
 from edje_index.indexing.ann_kind import AnnKind, rebuild_reasons
-from edje_index.indexing.faiss_build import AnnRequest, extend_ann, recall_queries
-from edje_index.indexing.faiss_index import AnnIndex, open_part
+from edje_index.indexing.faiss_build import AnnRequest, recall_queries
+from edje_index.indexing.faiss_index import AnnIndex
 from pipelines import repair_index
 from pipelines.jobs.ann import add_ann
 from storage_formats import Manifest, UsageError, verify_index
@@ -188,9 +189,7 @@ def test_what_gpus_do_gives_the_same_file_and_gpus_without_memory_are_not_used(
 
 
 def appended(root, vectors, manifest=None):
-    """Append a segment with the embeddings `vectors` to the FAISS files, and return
-    the manifest.
-    """
+    """Append a segment with the embeddings `vectors`, and return the manifest."""
     manifest = manifest or Manifest.load(root)
     layout = Directory(root)
     before = manifest.spec
@@ -199,7 +198,7 @@ def appended(root, vectors, manifest=None):
     stored = np.full((SPEC.shard_size, SPEC.embed_dim), np.nan, np.float32)
     stored[: len(vectors)] = vectors
     stored.tofile(layout.embedding_shard(before.shards))
-    return replace(manifest, spec=spec, ann=extend_ann(layout, spec, manifest.ann))
+    return replace(manifest, spec=spec, ann=manifest.ann_after_append())
 
 
 def unit(vectors):
@@ -219,66 +218,28 @@ def clustered(count, seed, first_dimension):
     return unit(values)
 
 
-@pytest.mark.parametrize(("first_dimension", "drifts"), [(0, False), (8, True)])
-def test_an_append_adds_codes_and_reports_its_drift(root, first_dimension, drifts):
-    for shard in SPEC.shard_numbers():
-        clustered(SPEC.shard_size, shard + 1, 0).tofile(
-            Directory(root).embedding_shard(shard)
-        )
-    add_ann(root, CODES)
-    vectors = clustered(100, 77, first_dimension)
-    manifest = appended(root, vectors)
-    first_file, centroids, second_file = manifest.ann["files"]
-    assert (centroids["vectors"], second_file["vectors"]) == (0, 100)
-    assert manifest.ann["vectors"] == first_file["vectors"] + 100
-    assert [
-        "times as far from the centroids" in reason
-        for reason in rebuild_reasons(manifest)
-    ] == [True] * drifts
-    index = AnnIndex(CommittedIndex(root, manifest))
-    first = manifest.spec.used_segments[1].first_row
-    for position in range(0, 100, 13):
-        rows, scores = index.nearest(vectors[position], 2)
-        assert rows[0] == first + position
-        assert scores[0] == pytest.approx(1, abs=1e-5)
-
-
 @pytest.mark.parametrize("factory", ["Flat", "IVF10,Flat", "IVF10,PQ8x4fs"])
-def test_many_small_appends_leave_few_files(root, factory):
-    add_ann(root, AnnRequest(factory))
-    first = Manifest.load(root)
-    manifest = first
+def test_appended_rows_are_compared_one_by_one(root, factory, monkeypatch):
+    before = add_ann(root, AnnRequest(factory))
+    manifest = before
     vectors = clustered(40, 77, 0)
+    vectors[12] = np.nan
     for start in range(0, 40, 2):
         manifest = appended(root, vectors[start : start + 2], manifest)
-    # the file of the build, that of the centroids, and 40 vectors
-    sizes = [file["vectors"] for file in manifest.ann["files"]]
-    assert sum(sizes) == manifest.ann["vectors"] == first.ann["vectors"] + 40
-    assert len(sizes) <= 5
-    assert manifest.ann_files[: len(first.ann_files)] == first.ann_files
+    assert manifest.ann == {**before.ann, "rows": 600}
     index = AnnIndex(CommittedIndex(root, manifest))
-    queries = vectors[::7]
-    results = index.nearest_to_each(queries, 3)
+    assert len(index) == 598 + 39
+    results = index.nearest_to_each(vectors[::7], 3)
     for number, (rows, scores) in enumerate(results):
         at = 7 * number
         segment = manifest.spec.used_segments[1 + at // 2]
         assert rows[0] == segment.first_row + at % 2
         assert scores[0] == pytest.approx(1, abs=1e-5)
-    if factory != "Flat":
-        centroids = open_part(root, manifest.spec, first.ann["files"][1])
-        assert not centroids.ntotal
-        # odd rows are the sample
-        mean = centroids.quantizer.search(vectors[1::2], 1)[0].mean()
-        weighted = [
-            file["vectors"] * file["similarity"] for file in manifest.ann["files"][2:]
-        ]
-        assert sum(weighted) / 40 == pytest.approx(mean, abs=2e-4)
-
-
-def test_an_append_reads_no_vectors_of_the_build(root):
-    add_ann(root, CODES)
-    ann_path(root).unlink()
-    appended(root, clustered(3, 77, 0))
+    assert rebuild_reasons(manifest) == []
+    monkeypatch.setattr(ann_kind, "FLAT_LIMIT", 39)
+    (reason,) = rebuild_reasons(manifest)
+    assert "each of 40 appended rows" in reason
+    assert rebuild_reasons(replace(manifest, ann=before.ann)) == []
 
 
 def test_too_few_vectors_for_the_lists_give_a_flat_index(tmp_path):
@@ -342,7 +303,7 @@ def test_the_commands_build_and_describe(root, run):
     assert described["ann"]["recall"] == built["recall"]
     assert described["ann_rebuild"] == []
     assert (
-        "ivf-pq IVF10,PQ8x4fs, 598 vectors in 2 files, recall@100"
+        "ivf-pq IVF10,PQ8x4fs, 598 vectors in 1 file, recall@100"
         f" {built['recall']['value']:.3f}" in run("info", root)[1]
     )
     code, _, err = run("ann", "build", root, "--ann", "HNSW32")
