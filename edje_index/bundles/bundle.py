@@ -6,8 +6,7 @@ search for a caption with a BERT text tower imports neither open_clip nor transf
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +17,6 @@ from torch import nn
 
 from edje_index.bundles.info import (
     ADAPTER_WEIGHTS,
-    HUBNESS_BANK,
     INFO_FILE,
     JOINT_CONFIG,
     JOINT_FOLDER,
@@ -89,7 +87,7 @@ class ModelBundle:
             alone.
         pooled: linear maps of the pooled similarity, a part of the final score; None if
             the bundle has none.
-        logit_range, pool, origins: see `BundleInfo`.
+        logit_range, pool: see `BundleInfo`.
         offset: offset block for new indexes, see `read_bundle_offset`; None if the
             bundle has none.
         info: content of the ``bundle.json`` that was loaded, with the fingerprints of
@@ -113,7 +111,6 @@ class ModelBundle:
     pooled: PooledSimilarity | None = None
     logit_range: tuple[float, float] | None = None
     pool: int | None = None
-    origins: Mapping[str, str] = field(default_factory=dict)
     offset: Offset | None = None
     info: BundleInfo | None = None
 
@@ -198,7 +195,6 @@ class ModelBundle:
             pooled=load_pooled_similarity(info, joint.width, target),
             logit_range=info.logit_range,
             pool=info.pool,
-            origins=info.origins,
             offset=read_bundle_offset(info),
             info=info,
         )
@@ -281,7 +277,6 @@ class ModelBundle:
                     trained=self.trained,
                     notes=self.notes,
                     pool=self.pool,
-                    origins=self.origins,
                 )
             )
             write_json(staging / INFO_FILE, info.to_json())
@@ -416,22 +411,11 @@ def load_pooled_similarity(
     """Load the pooled similarity of a bundle onto `device`. Return None if the bundle
     has none.
 
-    Bundles of earlier versions can contain a hubness correction of the score. It is
-    ignored with a warning.
-
     Args:
         info: description of the bundle.
         width: width of the joint encoder.
         device: device of the weights.
     """
-    if HUBNESS_BANK in info.joint:
-        warnings.warn(
-            f"the final score of the bundle {info.path} was fitted with a hubness"
-            " correction, which is ignored: train the model again, or get the current"
-            " version of the bundle",
-            RuntimeWarning,
-            stacklevel=1,
-        )
     sizes = info.pooled_similarity
     if sizes is None:
         return None

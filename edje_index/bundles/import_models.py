@@ -3,14 +3,14 @@ training code, and towers without an adapter.
 
 The bundle of a published checkpoint has the adapter and the joint encoder of the
 checkpoint. The frozen towers come from the checkpoint itself, or from the repository
-that the configuration or the model card of the checkpoint names.
+that the configuration of the checkpoint names.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +63,12 @@ from edje_index.scoring.weights import DirectionWeights, ScoreWeights
 from storage_formats.atomic import Json
 from storage_formats.remote.urls import IndexLocation, hub_kind
 
-# Repositories that the model card of the EDJE authors names. They are used for
-# checkpoints that name no repositories.
-AUTHORS_TOWERS = "google/siglip2-large-patch16-384"
-AUTHORS_LANGUAGE = "microsoft/MiniLM-L12-H384-uncased"
-TOWERS_OF = ("siglip_path", r"siglip2?-[\w.-]+", AUTHORS_TOWERS)
-"""Arguments of `_Checkpoint.named` that find the repository of the towers."""
-_CARD = "the model card of the authors' model"
+# Key of a configuration -> the repository of the EDJE authors' model. It is used for
+# checkpoints without this key.
+_REPOSITORIES = {
+    "siglip_path": "google/siglip2-large-patch16-384",
+    "language_model_path": "microsoft/MiniLM-L12-H384-uncased",
+}
 # part of a published model -> prefix of the names of its tensors
 PARTS = {
     "adapter": "vision_projection.",
@@ -140,14 +139,12 @@ class _Checkpoint:
         files: paths of the weights files.
         state: weights by their published names.
         config: content of ``config.json`` and the settings of the training run.
-        origins: name of a setting -> description of the source of its value.
     """
 
     source: Source
     files: list[Path]
     state: State
     config: Json
-    origins: dict[str, str] = field(default_factory=dict)
 
     def towers(self) -> State:
         """Return the weights of the SigLIP towers in the checkpoint by their names in
@@ -176,22 +173,14 @@ class _Checkpoint:
         complete = towers_in(towers)
         return {k: v for k, v in towers.items() if k.partition(".")[0] in complete}
 
-    def named(self, key: str, pattern: str, default: str) -> tuple[str, str]:
-        """Return (name of the repository of a part of the model, where this name comes
-        from).
-
-        The name is the entry `key` of the configuration. Without such an entry, it is
-        the first name in the model card that matches ``ORG/`` and `pattern`. Otherwise,
-        it is `default`.
+    def repository(self, key: str) -> str:
+        """Return the URL of the repository that the entry `key` of the configuration
+        names, or else of the one that the authors' model uses.
         """
-        path = str(self.config.get(key) or "")
         # The entry may be a path on the machine of the training run. Its last two parts
         # are then taken as the name.
-        if name := re.search(r"[\w.-]+/[\w.-]+$", path):
-            return name[0], f"{key} in the configuration of {self.source.label}"
-        if match := re.search(rf"[\w.-]+/{pattern}", self.source.card()):
-            return match[0].rstrip("."), f"model card of {self.source.label}"
-        return default, _CARD
+        name = re.search(r"[\w.-]+/[\w.-]+$", str(self.config.get(key) or ""))
+        return f"hf://{name[0] if name else _REPOSITORIES[key]}"
 
 
 @plain_torch()
@@ -242,8 +231,8 @@ def load_published_checkpoint(
     read = read_published(open_source(checkpoint))
     eps = 1e-6 if layer_norm_eps is None else layer_norm_eps
     if vision_heads is None:
-        name, _ = read.named(*TOWERS_OF)
-        siglip = read_siglip(open_source(f"hf://{name}", text_files).config())
+        towers = open_source(read.repository("siglip_path"), text_files)
+        siglip = read_siglip(towers.config())
         vision: Any = siglip.vision_config
         vision_heads = int(vision.num_attention_heads)
         if layer_norm_eps is None:
@@ -407,8 +396,6 @@ def _language(
         tokenizer = beside
     elif {"tokenizer.json", "vocab.txt"} & set(source.names):
         tokenizer = source.folder
-    origin = str(tokenizer)
-    config_origin = f"config.json of {source.label}"
     # The configuration of the whole model may contain that of the language model.
     configs = [source.config(), *source.config().values()]
     bert: Path | Json | None = next((each for each in configs if _is_bert(each)), None)
@@ -418,20 +405,10 @@ def _language(
             file.is_file() and _is_bert(read_configuration(file))
         ):
             bert = file
-            config_origin = str(file)
     if tokenizer is None or bert is None:
-        name, named_by = read.named(
-            "language_model_path", r"[\w.-]*(?:MiniLM|bert)[\w.-]*", AUTHORS_LANGUAGE
-        )
-        language = open_source(f"hf://{name}", text_files, say)
-        if tokenizer is None:
-            tokenizer = language.folder
-            origin = f"{language.label}, {named_by}"
-        if bert is None:
-            bert = language.config()
-            config_origin = f"config.json of {language.label}, {named_by}"
-    read.origins["tokenizer"] = origin
-    read.origins["joint encoder"] = config_origin
+        language = open_source(read.repository("language_model_path"), text_files, say)
+        tokenizer = tokenizer or language.folder
+        bert = bert or language.config()
     return tokenizer, bert
 
 
@@ -510,9 +487,8 @@ def import_checkpoint(
         vision: the towers. ``NAME``, ``NAME:TAG``, ``NAME:/path/to/weights``,
             ``hf-hub:ORG/REPO`` and ``local-dir:DIRECTORY`` name a model of open_clip. A
             directory or ``hf://ORG/REPO`` contains towers of open_clip or SigLIP towers
-            of transformers. None selects the repository that the configuration or the
-            model card of the checkpoint names, else the towers of the EDJE authors'
-            model.
+            of transformers. None selects the repository that the configuration of the
+            checkpoint names, else the towers of the EDJE authors' model.
         out: new directory for the bundle.
         tokenizer_dir: as for `load_published_checkpoint`.
         text_tokenizer_dir: directory with the tokenizer of the text tower. This
@@ -535,15 +511,9 @@ def import_checkpoint(
     """
     check_new(out)
     read = read_published(open_source(checkpoint, say=say))
-    named, named_by = read.named(*TOWERS_OF)
     recorded = str(read.config.get("siglip_path"))
     is_given = vision is not None
-    if vision is None:
-        vision = f"hf://{named}"
-        if named_by == _CARD:
-            say(f"{read.source.label} names no towers; {named} is taken, from {_CARD}")
-    else:
-        named_by = "given"
+    vision = vision or read.repository("siglip_path")
     language = _language(read, tokenizer_dir, say)
     clip, config, folder = load_towers(vision, read, say)
     tower = vision_tower(clip.visual, config.embed_dim)
@@ -575,19 +545,9 @@ def import_checkpoint(
     if adapter.config.kind == LOCAL:
         adapter.config = replace(adapter.config, num_tokens=tower.num_patches)
     published.joint.tokenizer.canonical = True
-    pool, pool_origin = _pool(read)
-    weights = "weights in the checkpoint" if read.towers() else "its own weights"
-    resize = config.preprocess.get("interpolation")
-    values = {
-        "towers": f"{vision}, {named_by}; {weights}",
-        "image size": f"{tower.image_size[0]}, configuration of the towers",
-        "resize filter": f"{resize}, image processor of the towers",
-        "attention heads": f"{tower.num_heads}, configuration of the towers",
-        "layer norm epsilon": f"{tower.layer_norm_eps}, configuration of the towers",
-        "activation": f"{adapter.config.activation}, as the joint encoder",
-        "canonical captions": "yes, as the published evaluation code",
-        "pool": f"{pool}, {pool_origin}",
-    }
+    pool = read.config.get("k")
+    if not isinstance(pool, int) or not 0 < pool <= _MAX_POOL:
+        pool = _POOL
     bundle = ModelBundle(
         clip=clip,
         clip_config=config,
@@ -597,21 +557,8 @@ def import_checkpoint(
         trained=True,
         notes=f"imported from {read.source.label}, tower {vision}",
         pool=pool,
-        origins={**read.origins, **values},
     )
     return bundle.save(out)
-
-
-def _pool(read: _Checkpoint) -> tuple[int, str]:
-    """Return (default number of candidates, where this number comes from)."""
-    pool = read.config.get("k")
-    if isinstance(pool, int) and 0 < pool <= _MAX_POOL:
-        return pool, f"k in the configuration of {read.source.label}"
-    # The pattern finds texts such as "a pool of 50", "top-k = 50" or "top 50".
-    pattern = r"(?i)\b(?:pool|top(?:.?k)?)\D{1,20}(\d{2,3})\b"
-    if card := re.search(pattern, read.source.card()):
-        return int(card[1]), f"model card of {read.source.label}"
-    return _POOL, "the largest pool of the paper's evaluation"
 
 
 def bundle_of_towers(

@@ -50,10 +50,6 @@ JOINT_CONFIG = "joint/config.json"
 JOINT_WEIGHTS = "joint/model.safetensors"
 OFFSET_FILE = "offset.safetensors"
 OFFSET_TENSOR = "offset"
-HUBNESS_BANK = "hubness_bank"
-"""Entry of ``joint`` in bundles of earlier versions whose score had a hubness
-correction. The entry is ignored.
-"""
 # The files that determine what an index stores. The text tower and the joint encoder
 # only affect searches.
 ENCODER_FILES = (VISION_CONFIG, VISION_WEIGHTS, ADAPTER_WEIGHTS)
@@ -83,8 +79,6 @@ class BundleInfo:
         trained: False if the weights are random.
         notes: origin of the weights, as free text.
         pool: default number of candidates of a search; None if the bundle names none.
-        origins: name of a setting -> its value and the source of this value, as text.
-            The settings are those that the weights of an imported model do not contain.
         files: size (``bytes``) and hash (``sha256``) of every file except
             ``bundle.json``, by relative path.
         fingerprint: SHA-256 of everything that affects tokens, embeddings or scores.
@@ -105,7 +99,6 @@ class BundleInfo:
     trained: bool
     notes: str
     pool: int | None = None
-    origins: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, Json] = field(default_factory=dict)
     fingerprint: str = ""
     encoder_fingerprint: str = ""
@@ -280,7 +273,6 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
             trained=bool(content["trained"]),
             notes=str(content["notes"]),
             pool=None if content.get("pool") is None else int(content["pool"]),
-            origins=dict(content.get("origins", {})),
             files={
                 relative_path(name): file for name, file in content["files"].items()
             },
@@ -418,10 +410,9 @@ def _joint_and_score_of_version_1(
     In version 1, ``joint`` also contains the weights of the final score. Its entry
     ``caption_weights`` has the weights for image-to-text search. Without this entry,
     both directions have the same weights. A bundle without a pooled similarity gets the
-    weight 0 for this part.
+    weight 0 for this part. A hubness correction is ignored.
     """
-    renamed = {"pooled": "pooled_similarity", "bank": HUBNESS_BANK}
-    sizes = {new: dict(joint[old]) for old, new in renamed.items() if old in joint}
+    sizes = {"pooled_similarity": joint["pooled"]} if "pooled" in joint else {}
     images = {name: joint.get(f"{name}_weight", 0.0) for name in ("late", "pooled")}
     images["similarity"] = joint.get("embedding_weight", 0.0)
     weights = [
@@ -444,12 +435,7 @@ def _stored_fingerprint(content: Json) -> str:
     # If the final score is the logit alone, its weights are left out. The fingerprint
     # is then the same as in format version 1.
     score = content.get("score")
-    if (
-        score is not None
-        and DirectionWeights.from_json(score) == DirectionWeights()
-        # The score ignores a hubness correction, but the fingerprint includes it.
-        and not any(weights.get("hubness") for weights in score.values())
-    ):
+    if score and DirectionWeights.from_json(score) == DirectionWeights():
         score = None
     return _fingerprint(content["adapter"], content["joint"], content["files"], score)
 

@@ -36,14 +36,13 @@ def silent(text: str) -> None:
     """Show nothing to the user."""
 
 
-_TEXT_SUFFIXES = (".json", ".txt", ".model", "README.md")
+_TEXT_SUFFIXES = (".json", ".txt", ".model")
 # suffixes of weights files, the most preferred first
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt")
 # pattern of the end of the name of a shard of weights, without the file suffix
 _SHARD = re.compile(r"-\d+-of-(\d+)$")
 # beginnings of the names of files that training code saves beside the weights
 _OTHER_STATES = ("optimizer", "rng_state", "scheduler", "training_args")
-_MAX_CARD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -86,15 +85,6 @@ class Source:
         """Return the content of a JSON file; empty if there is no such file."""
         return read_configuration(self.folder / name) if name in self.names else {}
 
-    def card(self) -> str:
-        """Return the text of the model card; empty if there is none."""
-        if "README.md" not in self.names:
-            return ""
-        with (self.folder / "README.md").open(
-            encoding="utf-8", errors="replace"
-        ) as file:
-            return file.read(_MAX_CARD_BYTES)
-
 
 def weights_among(names: Iterable[str], label: str) -> list[str]:
     """Return the name of the weights file among `names`, or the names of all shards of
@@ -132,16 +122,14 @@ def weights_among(names: Iterable[str], label: str) -> list[str]:
 
 
 def all_files(names: list[str], label: str) -> list[str]:
-    """Return the names of the configurations, the tokenizers, the model card and the
-    weights among `names`.
+    """Return the names of the configurations, the tokenizers and the weights among
+    `names`.
     """
     return [*text_files(names, label), *weights_among(names, label)]
 
 
 def text_files(names: list[str], _label: str) -> list[str]:
-    """Return the names of the configurations, the tokenizers and the model card among
-    `names`.
-    """
+    """Return the names of the configurations and the tokenizers among `names`."""
     return [name for name in names if name.endswith(_TEXT_SUFFIXES)]
 
 

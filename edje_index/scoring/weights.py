@@ -159,18 +159,11 @@ class ScoreWeights:
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Return weights from `value`, a result of :meth:`to_json`.
 
-        Weights of earlier versions may contain a weight of a hubness correction. This
-        correction is not supported, so its weight is ignored. If the weight is not 0,
-        the calibration and the shares are also ignored, because they were computed from
-        scores with this correction.
-
         Raises:
             KeyError, TypeError, ValueError: a weight is missing or is not a finite
                 number.
         """
         weights = cls.of_parts({part: value[part] for part in PART_NAMES})
-        if value.get("hubness"):
-            return weights
         if calibration := value.get("calibration"):
             line = (float(calibration["slope"]), float(calibration["offset"]))
             weights = replace(weights, calibration=line)

@@ -84,7 +84,6 @@ def describe_bundle(info: BundleInfo) -> Json:
         "weights": info.score.to_json(),
         "pool": info.pool,
         "notes": info.notes,
-        "origins": dict(info.origins),
     }
 
 

@@ -15,8 +15,6 @@ from benchmarks.search import _open_system, keeps_up, load_values, open_loop, ve
 from tests.conftest import REPO, golden_index
 
 GOLDEN = REPO / "tests" / "golden" / "release_0_1"
-# The bundle of release 0.1 names a hubness correction.
-pytestmark = pytest.mark.filterwarnings("ignore:.*hubness correction:RuntimeWarning")
 
 
 @pytest.mark.filterwarnings("ignore")

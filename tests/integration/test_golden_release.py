@@ -22,8 +22,6 @@ INDEX = golden_index()
 MODEL = GOLDEN / "model"
 # weight of the embedding similarity in the bundle
 EMBEDDING_WEIGHT = 1.5
-# The bundle of release 0.1 names a hubness correction.
-pytestmark = pytest.mark.filterwarnings("ignore:.*hubness correction:RuntimeWarning")
 
 
 def expected(name: str) -> dict[str, Any]:

@@ -21,8 +21,6 @@ from tests.conftest import REPO, golden_index
 from tests.integration.plain_loop import PlainLoop
 
 GOLDEN = REPO / "tests" / "golden" / "release_0_1"
-# The bundle of release 0.1 names a hubness correction.
-pytestmark = pytest.mark.filterwarnings("ignore:.*hubness correction:RuntimeWarning")
 DATA = Path(os.environ.get("EDJE_SHARED", REPO.parent / "shared")) / "data"
 PHOTOS = 40
 QUERIES = 20

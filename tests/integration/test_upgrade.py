@@ -29,8 +29,6 @@ from tests.conftest import REPO, problems_and_counts
 GOLDEN = REPO / "tests/golden/format_1_4"
 MODEL = REPO / "tests/golden/release_0_1/model"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
-# The bundle of release 0.1 names a hubness correction.
-pytestmark = pytest.mark.filterwarnings("ignore:.*hubness correction:RuntimeWarning")
 
 
 @pytest.fixture

@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 
-import pytest
 import torch
 
 from edje_index.bundles import info as bundle_info
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import INFO_FILE, read_bundle_info
 from edje_index.scoring.weights import ScoreWeights
-from edje_index.search.search_model import SearchModel
 from tests.conftest import REPO
 
 GOLDEN = REPO / "tests" / "golden" / "release_0_1" / "model"
-# The bundle of release 0.1 names a hubness correction.
-pytestmark = pytest.mark.filterwarnings("ignore:.*hubness correction:RuntimeWarning")
 
 
 def test_a_bundle_that_is_saved_again_keeps_everything(tmp_path):
@@ -64,32 +60,3 @@ def test_weights_that_are_left_out(tmp_path):
         info = read_bundle_info(folder)
         assert info.joint == {"text_embed_dim": 24}
         assert info.score.t2i == info.score.i2t == expected
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    "load", [ModelBundle.load, lambda path: SearchModel(read_bundle_info(path))]
-)
-def test_a_hubness_correction_is_ignored_with_one_warning(tmp_path, load):
-    """Also in version 2, where the fingerprint contains the weights of the score."""
-    folder = shutil.copytree(GOLDEN, tmp_path / "model")
-    content = json.loads((folder / INFO_FILE).read_text())
-    sizes = {"captions": 9, "images": 7, "dim": 0}
-    named = {
-        "hubness": 0.5,
-        "hubness_similarity": {"embedding": 2.0, "pooled": 0.0, "temperature": 1.0},
-        "calibration": {"slope": 2.0, "offset": 1.0},
-    }
-    weights = {**ScoreWeights().to_json(), **named}
-    content["joint"] = {"text_embed_dim": 24, "hubness_bank": sizes}
-    content["score"] = {"t2i": weights, "i2t": weights}
-    content["format_version"] = 2
-    content["fingerprint"] = bundle_info._fingerprint(
-        content["adapter"], content["joint"], content["files"], content["score"]
-    )
-    (folder / INFO_FILE).write_text(json.dumps(content))
-    with pytest.warns(RuntimeWarning, match="hubness correction, which is ig") as seen:
-        bundle = load(folder)
-    assert len(seen) == 1
-    assert read_bundle_info(folder).score.t2i == ScoreWeights()
-    assert "hubness" not in bundle.scorer.part_names

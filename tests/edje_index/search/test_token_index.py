@@ -39,8 +39,6 @@ from tests.edje_index.search.indexes import (
 )
 
 GOLDEN = REPO / "tests" / "golden" / "release_0_1"
-# The bundle of release 0.1 names a hubness correction.
-pytestmark = pytest.mark.filterwarnings("ignore:.*hubness correction:RuntimeWarning")
 TEXTS = [
     "a red canoe",
     "dogs",
