@@ -32,8 +32,7 @@ from edje_index.bundles.random_bundle import (
     create_untrained_bundle,
     untrained_joint_encoder,
 )
-from edje_index.fetching.device_decode import decode_records_torch
-from edje_index.fetching.device_fetcher import DeviceFetcher
+from edje_index.fetching.device_fetcher import DeviceFetcher, decode_records_torch
 from edje_index.images.decode import decode_rgb
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.models.devices import resolve_device, resolve_dtype

@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from edje_index.bundles.bundle import ModelBundle as ModelBundle
-    from edje_index.bundles.feature_bundle import (
+    from edje_index.bundles.bundle import (
         write_feature_bundle as write_feature_bundle,
     )
     from edje_index.bundles.import_models import PublishedModel as PublishedModel
@@ -66,8 +66,7 @@ if TYPE_CHECKING:
 # The public names of `edje_index` and `storage_formats`, by the module that defines
 # them. Spaces separate the names from one module.
 _NAMES = {
-    "edje_index.bundles.bundle": "ModelBundle",
-    "edje_index.bundles.feature_bundle": "write_feature_bundle",
+    "edje_index.bundles.bundle": "ModelBundle write_feature_bundle",
     "edje_index.bundles.info": "BundleInfo read_bundle_info",
     "edje_index.bundles.import_models": (
         "PublishedModel import_checkpoint load_published_checkpoint"

@@ -22,7 +22,7 @@ from PIL import Image
 
 import edje_index
 from edje_index import Client, CrossEncoder, LateInteractionSearch, TokenIndex
-from edje_index.bundles.feature_bundle import write_feature_bundle
+from edje_index.bundles.bundle import write_feature_bundle
 from edje_index.integrations.documents import find_images, rerank_metadata
 from pipelines import build_index
 from pipelines.service.server import listen

@@ -13,10 +13,10 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.indexing.ann_kind import AnnKind
 from edje_index.indexing.faiss_index import (
     CANDIDATES_PER_NEIGHBOUR,
     PIECE_BYTES,
+    AnnKind,
     FaissIndex,
     Vectors,
     count_lists,

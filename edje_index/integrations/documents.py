@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from edje_index.scoring.final_score import relevance
-from edje_index.scoring.weights import TEXT_TO_IMAGE
+from edje_index.scoring.weights import TEXT_TO_IMAGE, relevance
 from edje_index.search.client import Client
 from edje_index.search.cross_encoder import CrossEncoder
 from edje_index.search.hits import Hit

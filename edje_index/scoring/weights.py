@@ -12,7 +12,7 @@ from storage_formats.arguments import as_text
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from storage_formats.arrays import Bools, Floats
+    from storage_formats.arrays import Array, Bools, Floats
 
 TEXT_TO_IMAGE = "t2i"
 IMAGE_TO_TEXT = "i2t"
@@ -55,7 +55,7 @@ class ScoreWeights:
         pooled: weight of the pooled similarity.
         embedding: weight of the cosine similarity of the embeddings.
         calibration: (slope, offset) of the relevance, which is the logistic function of
-            slope * final score + offset; see `final_score.relevance`. The slope is
+            slope * final score + offset; see `relevance`. The slope is
             above 0. None if no calibration was fitted.
         shares: share of each part in the spread of the final score over the pools of
             development queries, in the order of `PART_NAMES`. The share of a part is
@@ -308,3 +308,33 @@ def _check_finite(weights: Mapping[str, float]) -> None:
                 f"the weight of the part '{name}' must be a number from -1e30 to 1e30,"
                 f" got {weight}"
             )
+
+
+def relevance(scores: Array, weights: ScoreWeights) -> Array:
+    """Return the relevance of each score, between 0 and 1. A higher score never has a
+    lower relevance.
+
+    With a calibration, the relevance is a logistic function of the score. It was fitted
+    on the pools of development queries, to tell matching pairs from pairs that do not
+    match. Both kinds of pairs have the same total weight in the fit, so at a relevance
+    of 0.5, both kinds are equally likely. Half of the weight of the pairs that do not
+    match is given to the best such pair of each pool, which would be the first hit if
+    the query had no match. For photos and texts other
+    than those of the fit, the relevance is not the probability of a match.
+
+    Without a calibration, the relevance is (1 + cosine) / 2 if the score is the
+    embedding similarity alone, and the logistic function of the score otherwise. If the
+    score is the logit alone, this is the match probability of the joint encoder.
+
+    Args:
+        scores: final scores, in an array of any shape.
+        weights: weights with which `scores` were computed.
+    """
+    import numpy as np
+
+    values = np.asarray(scores, dtype=np.float64)
+    if weights.calibration is None and weights.parts == (EMBEDDING,):
+        return np.clip((1 + values / abs(weights.embedding)) / 2, 0, 1)
+    slope, offset = weights.calibration or (1.0, 0.0)
+    # This is the logistic function. In this form it cannot overflow.
+    return np.asarray(0.5 * (1 + np.tanh((slope * values + offset) / 2)))

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from edje_index.scoring.final_score import relevance
-from edje_index.scoring.weights import TEXT_TO_IMAGE
+from edje_index.scoring.weights import TEXT_TO_IMAGE, relevance
 from edje_index.search.token_index import ImageQuery, TokenIndex
 from storage_formats.arguments import as_count, as_list
 from storage_formats.atomic import Json

@@ -41,7 +41,7 @@ class Hit:
         embedding_score: cosine similarity of the embeddings of the query and the image;
             NaN in a late-interaction search that gets no embedding of the query.
         relevance: a number between 0 and 1. A hit with a higher score never has a lower
-            relevance, see `edje_index.scoring.final_score.relevance`. None in a
+            relevance, see `edje_index.scoring.weights.relevance`. None in a
             late-interaction search and in a search for similar images.
         joint_score: weighted sum of the parts logit, late interaction and pooled
             similarity. None if the final score has none of these parts.

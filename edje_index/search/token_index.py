@@ -21,15 +21,14 @@ from edje_index.bundles.info import matching_bundle
 from edje_index.fetching.device_fetcher import DeviceFetcher
 from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.models.devices import as_tensor
-from edje_index.scoring.final_score import relevance
-from edje_index.scoring.image_cache import ImageCache
-from edje_index.scoring.parts import Images, reads_tokens
+from edje_index.scoring.parts import ImageCache, Images, reads_tokens
 from edje_index.scoring.weights import (
     BUNDLE_SCORE,
     EMBEDDING,
     IMAGE_TO_TEXT,
     TEXT_TO_IMAGE,
     ScoreWeights,
+    relevance,
 )
 from edje_index.search.hits import Hit, Hits, Stages, TextHit
 from edje_index.search.query import encode_images, requested_rows

@@ -111,7 +111,7 @@ def init_model(job: Job) -> None:
 
 
 @command(
-    "edje_index.bundles.feature_bundle:write_feature_bundle",
+    "edje_index.bundles.bundle:write_feature_bundle",
     kind="--adapter",
     tokens="--tokens",
 )

@@ -63,7 +63,7 @@ def describe_index(root: Path | str) -> Json:
     from collections import Counter
     from dataclasses import asdict
 
-    from edje_index.indexing.ann_kind import rebuild_reasons
+    from edje_index.indexing.faiss_index import rebuild_reasons
     from storage_formats.format.layout import FORMAT_VERSION
     from storage_formats.format.remote import open_index
 

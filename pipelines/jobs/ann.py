@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edje_index.indexing.ann_kind import AnnKind
 from edje_index.indexing.faiss_build import (
     AnnRequest,
     build_ann,
 )
+from edje_index.indexing.faiss_index import AnnKind
 from pipelines.jobs.changing import Edit, apply, begin
 from pipelines.progress.events import (
     OnEvent,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edje_index.bundles.info import BundleInfo
-from edje_index.indexing.ann_kind import AnnKind
+from edje_index.indexing.faiss_index import AnnKind
 from pipelines.environment import cuda_devices, free_disk
 from pipelines.jobs.plan import SHARDS_PER_GPU, BuildSettings
 from pipelines.progress.wording import counted, human_bytes

@@ -13,8 +13,7 @@ import numpy as np
 from pydantic import ConfigDict, Discriminator, Field, Tag
 from starlette.exceptions import HTTPException
 
-from edje_index.scoring.final_score import relevance
-from edje_index.scoring.weights import TEXT_TO_IMAGE
+from edje_index.scoring.weights import TEXT_TO_IMAGE, relevance
 from edje_index.search.query import encode_images, requested_rows
 from pipelines.service.state import (
     Items,

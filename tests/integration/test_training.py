@@ -19,7 +19,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from edje_index.bundles.feature_bundle import write_feature_bundle
+from edje_index.bundles.bundle import write_feature_bundle
 from edje_index.bundles.info import read_bundle_info
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.training.checkpoints import read_log

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edje_index.indexing import ann_kind, shard_encoding
+from edje_index.indexing import faiss_index, shard_encoding
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.indexing.kept_batches import kept_rows
 from pipelines.progress.events import JobStopped, PlanReady, Progress
@@ -96,7 +96,7 @@ def test_too_little_memory_for_the_search_index_is_refused_before_a_resumed_job_
     request = config(memory=10**9)
     stop_after_one_shard(run_build, request)
     with monkeypatch.context() as patch:
-        patch.setattr(ann_kind, "_PEAK", 10.0**10)
+        patch.setattr(faiss_index, "_PEAK", 10.0**10)
         patch.setattr(shard_encoding, "encode_shard", None)
         with pytest.raises(
             UsageError, match=r"nearest-neighbour index .* of memory, but only"

@@ -14,10 +14,13 @@ from PIL import Image
 from transformers import AutoTokenizer, SiglipModel, SiglipVisionModel
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.import_models import bundle_of_towers, import_checkpoint
+from edje_index.bundles.import_models import (
+    bundle_of_towers,
+    import_checkpoint,
+    siglip_config,
+)
 from edje_index.errors import ModelError
 from edje_index.images.preprocessing import Preprocessor, normalize
-from edje_index.models.siglip import siglip_config
 from tests.edje_index.published_cases import Case, write_case
 from tests.edje_index.siglip_cases import (
     HEADS,

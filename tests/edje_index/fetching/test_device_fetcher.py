@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from edje_index.errors import ModelError
-from edje_index.fetching.device_decode import decode_records_torch
-from edje_index.fetching.device_fetcher import DeviceFetcher
+from edje_index.fetching.device_fetcher import DeviceFetcher, decode_records_torch
 from edje_index.models.devices import to_bf16_array
 from storage_formats import TokenStore, codec, precisions
 from storage_formats.format.layout import IndexSpec

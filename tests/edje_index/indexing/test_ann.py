@@ -10,10 +10,9 @@ import faiss
 import numpy as np
 import pytest
 
-from edje_index.indexing import ann_kind
-from edje_index.indexing.ann_kind import AnnKind, rebuild_reasons
+from edje_index.indexing import faiss_index
 from edje_index.indexing.faiss_build import AnnRequest, recall_queries
-from edje_index.indexing.faiss_index import AnnIndex
+from edje_index.indexing.faiss_index import AnnIndex, AnnKind, rebuild_reasons
 from pipelines import repair_index
 from pipelines.jobs.ann import add_ann
 from storage_formats import Manifest, UsageError, verify_index
@@ -236,7 +235,7 @@ def test_appended_rows_are_compared_one_by_one(root, factory, monkeypatch):
         assert rows[0] == segment.first_row + at % 2
         assert scores[0] == pytest.approx(1, abs=1e-5)
     assert rebuild_reasons(manifest) == []
-    monkeypatch.setattr(ann_kind, "FLAT_LIMIT", 39)
+    monkeypatch.setattr(faiss_index, "FLAT_LIMIT", 39)
     (reason,) = rebuild_reasons(manifest)
     assert "each of 40 appended rows" in reason
     assert rebuild_reasons(replace(manifest, ann=before.ann)) == []

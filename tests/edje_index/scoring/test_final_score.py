@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from edje_index.scoring.final_score import relevance
 from edje_index.scoring.weights import (
     PART_NAMES,
     ScoreWeights,
     parse_score,
+    relevance,
 )
 from tests.edje_index.scoring.bundles import WEIGHTS
 

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from edje_index.scoring import image_cache
+from edje_index.scoring import parts
 from edje_index.scoring.parts import Images
 
 
 def test_rows_get_their_own_values_although_they_share_slots(monkeypatch):
-    monkeypatch.setattr(image_cache, "_SLOTS", 8)
+    monkeypatch.setattr(parts, "_SLOTS", 8)
     computed = []
 
     def images(tokens):
@@ -20,7 +20,7 @@ def test_rows_get_their_own_values_although_they_share_slots(monkeypatch):
         return Images(tokens, tokens[:, :1], -tokens)
 
     scorer = SimpleNamespace(pooled_dim=1, images=images)
-    cache = image_cache.ImageCache(scorer, 1)
+    cache = parts.ImageCache(scorer, 1)
     for rows in np.random.default_rng(0).integers(0, 40, (50, 6)):
         tokens = torch.from_numpy(rows[:, None].astype(np.float32))
         found = cache.images(rows, tokens)

@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edje_index.scoring.final_score import relevance
-from edje_index.scoring.weights import ScoreWeights
+from edje_index.scoring.weights import ScoreWeights, relevance
 from edje_index.training.fit_weights import (
     DevPools,
     choose_weights,

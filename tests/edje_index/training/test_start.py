@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
-from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.feature_bundle import write_feature_bundle
+from edje_index.bundles.bundle import ModelBundle, write_feature_bundle
 from edje_index.errors import ModelError
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.models.adapter import AdapterConfig
