@@ -22,9 +22,6 @@ _EXACT = 20_000
 _CELLS = 1024
 # number of cells that are nearest to an image and searched for its near duplicates
 _PROBES = 4
-# Largest number of images that one matrix product compares with a cell. The limit
-# bounds the memory of the result.
-_QUERIES = 4096
 
 
 @name_missing_extra("search")
@@ -78,38 +75,23 @@ def _pairs(embeddings: Floats, similarity: float) -> tuple[Ints, Ints]:
     [n, e], as two int64 arrays of equal length. A pair can occur twice, and each image
     also forms a pair with itself.
     """
-    count, width = embeddings.shape
-    # For each image, the numbers of the cells nearest to it, nearest first, int64
-    # [n, probes]. If there are at most `_EXACT` images, all of them are in cell 0.
-    cells = np.zeros((count, 1), dtype=np.int64)
-    if count > _EXACT:
-        import faiss
+    import faiss
 
-        means: Any = faiss.Kmeans(
-            width, _CELLS, niter=4, max_points_per_centroid=32, spherical=True
-        )
-        means.cp.min_points_per_centroid = 1
-        means.train(embeddings)
-        cells = means.index.search(embeddings, _PROBES)[1]
+    count, width = embeddings.shape
+    index: Any = faiss.IndexFlatIP(width)
+    if count > _EXACT:
+        index = faiss.IndexIVFFlat(index, width, _CELLS, faiss.METRIC_INNER_PRODUCT)
+        index.cp.niter = 4
+        index.cp.max_points_per_centroid = 32
+        index.cp.min_points_per_centroid = 1
+        index.nprobe = _PROBES
+        index.train(embeddings)
+    index.add(embeddings)
     # Rounding can make the computed similarity of a pair slightly too low. A slightly
     # lower threshold keeps such a pair.
-    threshold = similarity - 1e-5
-    first = []
-    second = []
-    for cell in range(cells.max() + 1):
-        # The images in the cell are `members`. They are compared with `queries`, all
-        # images that have this cell among their nearest cells.
-        members = np.flatnonzero(cells[:, 0] == cell)
-        queries = np.flatnonzero((cells == cell).any(axis=1))
-        # The product of these vectors with the queries takes a fifth of the time of a
-        # FAISS search in the cell.
-        vectors = embeddings[members].T
-        for start in range(0, len(queries), _QUERIES):
-            part = queries[start : start + _QUERIES]
-            rows, columns = np.nonzero(embeddings[part] @ vectors >= threshold)
-            first.append(part[rows])
-            second.append(members[columns])
-    return np.concatenate(first), np.concatenate(second)
+    ends, _, second = index.range_search(embeddings, similarity - 1e-5)
+    first = np.repeat(np.arange(count), np.diff(ends.astype(np.int64)))
+    return first, second
 
 
 def _components(count: int, first: Ints, second: Ints) -> list[Ints]:
