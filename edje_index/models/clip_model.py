@@ -153,8 +153,8 @@ def load_clip(vision: str) -> tuple[nn.Module, ClipConfig]:
     """
     tag: str | None = None
     preprocess: Json | None = None
-    folder = local_folder(vision)
-    if folder is not None:
+    if vision.startswith(LOCAL_DIR):
+        folder = Path(vision.removeprefix(LOCAL_DIR))
         # open_clip's own function for folders is not used, because it would request the
         # configuration of the text tower from the hub.
         config = read_clip_config(folder, folder.name)
@@ -167,29 +167,15 @@ def load_clip(vision: str) -> tuple[nn.Module, ClipConfig]:
     else:
         name, _, tag = vision.partition(":")
         name = name.replace("/", "-")
-        if open_clip.get_model_config(name) is None:
-            raise ModelError(
-                f"open_clip {open_clip.__version__} knows no model {name!r}: give a"
-                " name from open_clip.list_models(), hf-hub:ORG/REPO or"
-                " local-dir:FOLDER"
-            )
         tags = open_clip.list_pretrained_tags_by_model(name)
-        if not tag:
-            if not tags:
-                raise ModelError(
-                    f"open_clip has no weights of {name}: give {name}:FILE, or another"
-                    " model of open_clip.list_pretrained()"
-                )
-            if len(tags) != 1:
-                raise ModelError(
-                    f"{name} has several sets of weights: give {name}:TAG or"
-                    f" {name}:FILE, where TAG is one of {', '.join(tags)}"
-                )
+        if not tag and len(tags) == 1:
             tag = str(tags[0])
         if tag not in tags and not Path(tag).is_file():
             raise ModelError(
-                f"{name} has no weights {tag!r}: give a weights file, or one of the"
-                f" tags {', '.join(tags)}"
+                f"open_clip {open_clip.__version__} has no weights {vision!r}: give"
+                f" {name}:FILE or {name}:TAG, where TAG is one of"
+                f" {', '.join(tags) or 'none'}; or another model of"
+                " open_clip.list_pretrained(), hf-hub:ORG/REPO or local-dir:FOLDER"
             )
         if tag not in tags and tags:
             # For a weights file, open_clip would use OpenAI's preprocessing, which is
@@ -229,13 +215,6 @@ def load_clip(vision: str) -> tuple[nn.Module, ClipConfig]:
     # from a file.
     described = json.loads(json.dumps(described))
     return model.eval(), ClipConfig(name, **described)
-
-
-def local_folder(vision: str) -> Path | None:
-    """Return the folder of a model ``local-dir:FOLDER``, and None for other models."""
-    return (
-        Path(vision.removeprefix(LOCAL_DIR)) if vision.startswith(LOCAL_DIR) else None
-    )
 
 
 @contextmanager
@@ -278,7 +257,7 @@ def hub_access(*, local_only: bool = False) -> Iterator[bool]:
 
 @contextmanager
 def _without_log_records() -> Iterator[None]:
-    """Drop the log records of the current thread inside the `with` block."""
+    """Drop what the current thread logs to the root logger inside the `with` block."""
     thread = threading.get_ident()
     # open_clip calls `logging.info`, which adds a handler to a root logger without
     # handlers. `lastResort` prints what is printed without a handler.
@@ -286,18 +265,15 @@ def _without_log_records() -> Iterator[None]:
     last_resort = logging.lastResort or logging.NullHandler()
     if is_bare:
         logging.root.addHandler(last_resort)
-    loggers = map(logging.getLogger, [None, *logging.root.manager.loggerDict])
-    handlers = {handler for logger in loggers for handler in logger.handlers}
 
     def is_of_others(record: logging.LogRecord) -> bool:
         return record.thread != thread
 
-    for handler in handlers:
-        handler.addFilter(is_of_others)
+    # open_clip logs to the root logger.
+    logging.root.addFilter(is_of_others)
     try:
         yield
     finally:
-        for handler in handlers:
-            handler.removeFilter(is_of_others)
+        logging.root.removeFilter(is_of_others)
         if is_bare:
             logging.root.removeHandler(last_resort)

@@ -124,16 +124,8 @@ class TextTower(TextEncoder):
     __repr__ = repr_of("clip.__class__.__name__")
 
     def embed(self, texts: list[str]) -> Tensor:
-        from open_clip.hf_model import HFTextEncoder
-
         with tokenizing():
             ids = self.tokenizer(texts)
-        text = getattr(self.clip, "text", None)
-        # A Hugging Face text tower masks padding, so columns after the longest text are
-        # removed, which does not change the embeddings.
-        if isinstance(text, HFTextEncoder):
-            longest = int((ids != text.config.pad_token_id).sum(dim=1).max())
-            ids = ids[:, : max(1, longest)]
         device = next(self.clip.parameters()).device
         encode = self.clip.encode_text
         embeddings: Tensor = encode(  # type: ignore[operator]

@@ -98,9 +98,9 @@ def test_named_tower_with_weights_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("vision", "message"),
     [
-        ("Nope", "knows no model 'Nope'"),
-        ("ViT-B-32", "has several sets of weights"),
-        ("ViT-B-32:nope", "has no weights 'nope'"),
+        ("Nope", "has no weights 'Nope'"),
+        ("ViT-B-32", r"has no weights .* TAG is one of openai, "),
+        ("ViT-B-32:nope", r"has no weights 'ViT-B-32:nope'"),
         ("local-dir:/nowhere", "cannot read /nowhere"),
     ],
 )
