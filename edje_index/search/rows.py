@@ -5,8 +5,8 @@ from __future__ import annotations
 import bisect
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +35,14 @@ class FilterTimeoutError(EdjeError):
     """Evaluating a filter exceeded the time limit."""
 
 
+class _RowGroup(NamedTuple):
+    """A row group in memory: its row ids, ascending, and some of its columns."""
+
+    row_ids: Ints
+    columns: Mapping[str, pa.Array]
+    bytes: int
+
+
 class IndexRows:
     """The rows table of one snapshot. Thread-safe.
 
@@ -59,13 +67,13 @@ class IndexRows:
             columns = caption_columns(index.manifest.columns)
         check_names(columns, self.schema.names)
         self._described = list(dict.fromkeys(columns))
-        # the columns of row groups that are in memory, by the first row id, the least
-        # recently used first; and these row ids, ascending
-        self._groups: OrderedDict[int, pa.Table] = OrderedDict()
-        self._first_rows: list[int] = []
-        self._bytes = 0
-        self._results: OrderedDict[str, Bools] = OrderedDict()
-        self._lock = threading.Lock()
+        # the first row ids of the row groups that are in memory, ascending, and the row
+        # groups by these row ids
+        self._cached: tuple[list[int], dict[int, _RowGroup]] = ([], {})
+        # All columns that were read so far are read together, so that callers with
+        # different columns do not replace the row groups of each other.
+        self._names = {"row_id"}
+        self._results: dict[str, Bools] = {}
         self._filtering = threading.Lock()
 
     @property
@@ -94,16 +102,13 @@ class IndexRows:
         if columns is not None:
             check_names(columns, self.schema.names)
             names = list(dict.fromkeys(columns))
-        wanted = np.unique(row_ids)
-        described: dict[int, tuple[str, Json]] = {}
-        for table in self._tables(wanted, list(dict.fromkeys(["uri", *names]))):
-            of_table = row_ids_of(table)
-            start, stop = np.searchsorted(wanted, [of_table[0], of_table[-1] + 1])
-            for row_id in wanted[start:stop].tolist():
-                position = int(np.searchsorted(of_table, row_id))
-                values = {name: table[name][position].as_py() for name in names}
-                described[row_id] = (table["uri"][position].as_py(), values)
-        return [described[row_id] for row_id in row_ids.tolist()]
+        groups = self._groups_of(row_ids.tolist(), {"uri", *names})
+        described: list[tuple[str, Json]] = []
+        for row_id, group in groups:
+            position = int(group.row_ids.searchsorted(row_id))
+            values = {name: group.columns[name][position].as_py() for name in names}
+            described.append((group.columns["uri"][position].as_py(), values))
+        return described
 
     @name_missing_extra("search")
     def passing(self, where: str, until: float = float("inf")) -> Bools:
@@ -142,47 +147,42 @@ class IndexRows:
                 mask[self._index.deleted.row_ids] = False
                 self._results[where] = mask
                 while len(self._results) > _CACHED_FILTERS:
-                    self._results.popitem(last=False)
+                    del self._results[next(iter(self._results))]
             return self._results[where]
 
-    def _tables(self, row_ids: Ints, names: Sequence[str]) -> list[pa.Table]:
-        """Return the row groups with the rows `row_ids`, int64 [k], ascending. Each has
-        the column `row_id` and at least the columns `names`.
-        """
-        tables: dict[int, pa.Table] = {}
-        read = {"row_id", *names}
-        is_missing = np.ones(len(row_ids), np.bool_)
-        with self._lock:
-            numbers = np.searchsorted(self._first_rows, row_ids, side="right") - 1
-            for number in np.unique(numbers[numbers >= 0]).tolist():
-                first = self._first_rows[number]
-                table = self._groups[first]
-                if not {*names} <= {*table.column_names}:
-                    read.update(table.column_names)
-                    continue
-                # Other rows may be in later row groups, which are not in memory.
-                is_missing &= (numbers != number) | (row_ids > row_ids_of(table)[-1])
-                tables[first] = table
-                self._groups.move_to_end(first)
-        if is_missing.any():
-            for table in iter_row_groups(self._index, read, row_ids[is_missing]):
-                first = table["row_id"][0].as_py()
-                tables[first] = table
-                self._keep(first, table)
-        return list(tables.values())
+    def _groups_of(
+        self, row_ids: Sequence[int], names: set[str]
+    ) -> list[tuple[int, _RowGroup]]:
+        """Return each of `row_ids` with its row group. It has the columns `names`."""
+        self._names |= names
+        first_rows, cached = self._cached
+        groups: dict[int, _RowGroup] = {}
+        for row_id in row_ids:
+            at = bisect.bisect_right(first_rows, row_id) - 1
+            if at < 0:
+                continue
+            group = cached[first_rows[at]]
+            # Later rows may be in row groups that are not in memory.
+            if row_id <= group.row_ids[-1] and names <= group.columns.keys():
+                groups[row_id] = group
+        if missing := sorted({*row_ids} - groups.keys()):
+            read = [*self._names]
+            for table in iter_row_groups(self._index, read, np.array(missing)):
+                columns = {name: table[name].combine_chunks() for name in read}
+                group = _RowGroup(row_ids_of(table), columns, table.nbytes)
+                ends = bisect.bisect_right(missing, group.row_ids[-1])
+                groups.update(dict.fromkeys(missing[:ends], group))
+                del missing[:ends]
+                self._keep(group)
+        return [(row_id, groups[row_id]) for row_id in row_ids]
 
-    def _keep(self, first: int, table: pa.Table) -> None:
-        """Keep a row group in memory. If the row groups in memory then exceed
-        `_CACHED_BYTES`, the least recently used ones are removed.
+    def _keep(self, group: _RowGroup) -> None:
+        """Keep a row group in memory, instead of all others if they would exceed
+        `_CACHED_BYTES` together.
         """
-        with self._lock:
-            if first in self._groups:
-                self._bytes -= self._groups.pop(first).nbytes
-            else:
-                bisect.insort(self._first_rows, first)
-            self._groups[first] = table
-            self._bytes += table.nbytes
-            while self._bytes > _CACHED_BYTES:
-                oldest, removed = self._groups.popitem(last=False)
-                self._first_rows.remove(oldest)
-                self._bytes -= removed.nbytes
+        first = int(group.row_ids[0])
+        # A tuple is replaced at once, so other threads need no lock.
+        groups = {**self._cached[1], first: group}
+        if sum(each.bytes for each in groups.values()) > _CACHED_BYTES:
+            groups = {first: group}
+        self._cached = (sorted(groups), groups)

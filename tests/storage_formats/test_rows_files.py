@@ -202,16 +202,17 @@ def test_row_groups_in_memory_take_no_more_than_they_are_counted_for(
     monkeypatch.setattr("storage_formats.writing.rows_files._GROUP_ROWS", 5)
     rows = IndexRows(CommittedIndex.open(write_index(tmp_path / "index")))
     rows.described(np.arange(ROWS), ["uri", "captions", "score"])
-    assert len(rows._groups) == 5
-    kept = sum(each.get_total_buffer_size() for each in rows._groups.values())
-    assert kept <= 2 * rows._bytes
-    monkeypatch.setattr("edje_index.search.rows._CACHED_BYTES", rows._bytes // 2)
+    groups = rows._cached[1].values()
+    assert len(groups) == 5
+    counted = sum(each.bytes for each in groups)
+    columns = [column for each in groups for column in each.columns.values()]
+    assert sum(each.get_total_buffer_size() for each in columns) <= 2 * counted
+    monkeypatch.setattr("edje_index.search.rows._CACHED_BYTES", counted // 2)
     assert rows.described(np.array([36, 0]), ["size"]) == [
         ("/photos/36", {"size": 36}),
         ("/photos/0", {"size": 0}),
     ]
-    assert sorted(rows._groups) == rows._first_rows
-    assert len(rows._groups) < 5
+    assert len(rows._cached[0]) < 5
 
 
 def test_two_writers_give_the_same_bytes(tmp_path):
