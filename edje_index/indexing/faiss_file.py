@@ -45,19 +45,12 @@ def check_faiss_file(
     fields = _Fields(file)
     kind = fields.tag("IxM2", "IwFl", "IwPf")
     _header(fields, dimensions, vectors)
-    if kind != "IxM2":
-        _lists(fields, kind, dimensions, vectors, id_limit=rows)
-    else:
-        inner = fields.tag("IxFI", "IwFl")
-        _header(fields, dimensions, vectors)
-        if inner == "IxFI":
-            _flat_vectors(fields, dimensions, vectors)
-        else:
-            # Indexes of older versions of `build_ann` have this structure. The ids in
-            # its lists are positions in the array of row ids that follows the lists.
-            _lists(fields, inner, dimensions, vectors, id_limit=vectors)
+    if kind == "IxM2":
+        _flat(fields, dimensions, vectors)
         fields.expect("Q", vectors)
         fields.ids(vectors, limit=rows)
+    else:
+        _lists(fields, kind, dimensions, vectors, rows)
     fields.end()
 
 
@@ -141,13 +134,16 @@ def _header(fields: _Fields, dimensions: int, vectors: int) -> None:
     fields.expect("iq16xBi", dimensions, vectors, 1, 0)
 
 
-def _flat_vectors(fields: _Fields, dimensions: int, vectors: int) -> None:
+def _flat(fields: _Fields, dimensions: int, vectors: int) -> None:
+    """Check a structure of exact vectors."""
+    fields.tag("IxFI")
+    _header(fields, dimensions, vectors)
     fields.expect("Q", dimensions * vectors)
     fields.skip(dimensions * vectors * 4)
 
 
 def _lists(
-    fields: _Fields, kind: str, dimensions: int, vectors: int, *, id_limit: int
+    fields: _Fields, kind: str, dimensions: int, vectors: int, rows: int
 ) -> None:
     """Check inverted lists, of exact vectors ("IwFl") or of 4-bit codes ("IwPf"),
     after their header.
@@ -159,9 +155,7 @@ def _lists(
             " at least 1"
         )
     # the centroids
-    fields.tag("IxFI")
-    _header(fields, dimensions, lists)
-    _flat_vectors(fields, dimensions, lists)
+    _flat(fields, dimensions, lists)
     # the file must not have a map from ids to positions in the lists
     fields.expect("BQ", 0, 0)
     total = 0
@@ -174,53 +168,27 @@ def _lists(
         if sum(lengths) == vectors:
             for length in lengths:
                 fields.skip(length * 4 * dimensions)
-                fields.ids(length, limit=id_limit)
+                fields.ids(length, limit=rows)
         total = sum(lengths)
     else:
         # The settings of the codes, and the product quantizer. It splits a vector into
         # `parts` parts, and has 16 centroids for each part.
-        (
-            residual,
-            code_bytes,
-            block,
-            padded,
-            method,
-            batch,
-            width,
-            parts,
-            bits,
-            values,
-        ) = fields.numbers("BQiQiQQQQQ")
-        expected = (
-            0,
-            -(-parts // 2),
-            _BLOCK_VECTORS,
-            2 * code_bytes,
-            0,
-            0,
-            dimensions,
-            4,
-            16 * dimensions,
-        )
-        if (
-            residual,
-            code_bytes,
-            block,
-            padded,
-            method,
-            batch,
-            width,
-            bits,
-            values,
-        ) != expected:
-            raise FaissFileError(
-                "the FAISS file has other settings of codes than those that `ann build`"
-                " writes"
-            )
+        settings = fields.numbers("BQiQiQQQQQ")
+        parts = settings[7]
+        code_bytes = -(-parts // 2)
+        values = 16 * dimensions
         if not parts or dimensions % parts:
             raise FaissFileError(
                 f"the quantizer in the FAISS file cannot split {dimensions} dimensions"
                 f" into {parts} parts"
+            )
+        if settings != (
+            *(0, code_bytes, _BLOCK_VECTORS, 2 * code_bytes, 0, 0),
+            *(dimensions, parts, 4, values),
+        ):
+            raise FaissFileError(
+                "the FAISS file has other settings of codes than those that `ann build`"
+                " writes"
             )
         fields.skip(values * 4)
         fields.tag("ilbl")
@@ -228,7 +196,7 @@ def _lists(
         fields.expect("QqQQ", lists, -1, _BLOCK_VECTORS, block_bytes)
         for _ in range(lists):
             (length,) = fields.numbers("Q")
-            fields.ids(length, limit=id_limit)
+            fields.ids(length, limit=rows)
             list_bytes = -(-length // _BLOCK_VECTORS) * block_bytes
             fields.expect("Q", list_bytes)
             fields.skip(list_bytes)

@@ -120,9 +120,8 @@ def test_lists_on_disk_are_refused(own_root, tmp_path):
     lists.train(vectors)
     on_disk = faiss.OnDiskInvertedLists(1, lists.code_size, str(tmp_path / "lists"))
     lists.replace_invlists(on_disk)
-    index = faiss.IndexIDMap2(lists)
-    index.add_with_ids(vectors, np.arange(len(vectors)))
-    commit(own_root, index)
+    lists.add_with_ids(vectors, np.arange(len(vectors)))
+    commit(own_root, lists)
     with pytest.raises(
         CorruptIndexError,
         match="the FAISS file contains the structure 'ilod' instead of ilar",
@@ -167,19 +166,3 @@ def test_damage_behind_a_correct_checksum_is_an_error_or_harmless(tmp_path, fact
         _, rows = index.search(np.ones((1, 4), np.float32), 121)
         assert ((rows >= -1) & (rows < 121)).all()
     assert len(sound) < refused < len(damaged)
-
-
-def test_old_inverted_lists_in_an_id_map_stay_readable(own_root):
-    vectors = embeddings(own_root)
-    kept = np.flatnonzero(~np.isnan(vectors[:, 0]))
-    lists = faiss.IndexIVFFlat(
-        faiss.IndexFlatIP(SPEC.embed_dim), SPEC.embed_dim, 5, faiss.METRIC_INNER_PRODUCT
-    )
-    lists.train(vectors[kept])
-    lists.nprobe = 5
-    index = faiss.IndexIDMap2(lists)
-    index.add_with_ids(vectors[kept], kept)
-    commit(own_root, index)
-    assert AnnIndex(CommittedIndex.open(own_root)).nearest(vectors[kept[9]], 1)[
-        0
-    ].tolist() == [kept[9]]
