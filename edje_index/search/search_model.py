@@ -57,12 +57,6 @@ class Scores(NamedTuple):
     joint: Floats | None
     parts: Mapping[str, Floats]
 
-    def at(self, pairs: slice) -> Scores:
-        """Return the scores of a range of pairs."""
-        joint = None if self.joint is None else self.joint[pairs]
-        parts = {name: values[pairs] for name, values in self.parts.items()}
-        return Scores(self.similarities[pairs], self.final[pairs], joint, parts)
-
 
 class SearchModel:
     """The parts of a model bundle that a search uses: the text tower, the joint

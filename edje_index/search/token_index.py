@@ -38,6 +38,7 @@ from storage_formats.arguments import (
     as_count,
     as_list,
     as_number,
+    as_path,
     as_text,
     refuse_pickle,
     repr_of,
@@ -362,50 +363,79 @@ class TokenIndex:
         with stages.timed("text_tower"):
             embeddings = self.model.text.encode(texts)
         if image is not None:
-            embeddings = embeddings + self._encoded(image, stages)[2]
+            embeddings = embeddings + self._encoded([_of_file(image)], stages)[1]
             embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
         with stages.timed("nearest"):
             nearest = self._ann.nearest_to_each(embeddings, pool, passing)
-        scored: list[tuple[Ints, Scores]] = []
-        queries_at_once = max(
-            1, _PAIRS_AT_ONCE // max(1, *(len(rows) for rows, _ in nearest))
-        )
-        for start in range(0, len(texts), queries_at_once):
-            part = slice(start, start + queries_at_once)
-            candidates = nearest[part]
-            # Nothing refers to the tokens of the last iteration any more, so the next
-            # tokens can use their memory.
-            images = None
-            if reads_tokens(weights.parts):
-                candidates, images = self._fetch(candidates, stages)
-            scored += self._scored(texts[part], candidates, images, weights, stages, k)
-        hits = self._hits(scored, k, stages, weights)
+        hits = self._ranked(texts, nearest, weights, stages, k)
         if min_relevance:
             hits = [each.at_least(min_relevance) for each in hits]
         return hits[0] if isinstance(text, str) else hits
 
-    def _fetch(
-        self, candidates: list[Candidates], stages: Stages
-    ) -> tuple[list[Candidates], Images]:
-        """Return the candidates and their images, in the same order. A candidate whose
-        tokens are damaged is left out, and a warning names it.
+    def _ranked(
+        self,
+        texts: list[str],
+        candidates: list[Candidates],
+        weights: ScoreWeights,
+        stages: Stages,
+        k: int | None = None,
+    ) -> list[Hits]:
+        """Score the candidates of each query. Return the `k` best hits of each query,
+        best first. Candidates of different queries share batches.
+
+        If `k` is None, all candidates are scored, and are hits. Otherwise, a candidate
+        that cannot be a hit may be left out, and one whose tokens are damaged is.
         """
+        hits = []
+        pairs = max(len(rows) for rows, _ in candidates)
+        queries_at_once = max(1, _PAIRS_AT_ONCE // max(1, pairs))
+        for start in range(0, len(texts), queries_at_once):
+            part = slice(start, start + queries_at_once)
+            # Nothing refers to the tokens of the last iteration any more, so the next
+            # tokens can use their memory.
+            images = None
+            kept = candidates[part]
+            if reads_tokens(weights.parts):
+                kept, images = self._fetch(kept, stages, skips_damaged=k is not None)
+            rows, similarities = map(np.concatenate, zip(*kept, strict=True))
+            captions: list[str] = []
+            pools = []
+            for text, (its_rows, _) in zip(texts[part], kept, strict=True):
+                pools.append(slice(len(captions), len(captions) + len(its_rows)))
+                captions += [text] * len(its_rows)
+            scores = self.model.scores(
+                weights, captions, similarities, images, stages, pools=pools, k=k
+            )
+            relevances = relevance(scores.final, weights)
+            for pool in pools:
+                hits.append(self._hits(rows, scores, relevances, pool, stages, k))
+        # Only now the stages are complete.
+        return [Hits(each, self.root, stages) for each in hits]
+
+    def _fetch(
+        self, candidates: list[Candidates], stages: Stages, *, skips_damaged: bool
+    ) -> tuple[list[Candidates], Images]:
+        """Return the candidates and their images, in the same order. If `skips_damaged`
+        is True, a candidate whose tokens are damaged is left out, and a warning names
+        it.
+        """
+        rows = np.concatenate([its_rows for its_rows, _ in candidates])
         try:
-            return candidates, self._images(_all_rows(candidates), stages)
+            return candidates, self._images(rows, stages)
         except CorruptIndexError as error:
             damaged = error.row_ids
-            if not damaged:
+            if not damaged or not skips_damaged:
                 raise
             warnings.warn(
                 f"candidates are left out of the search: {error}",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         kept = []
         for its_rows, similarities in candidates:
             is_sound = ~np.isin(its_rows, damaged)
             kept.append((its_rows[is_sound], similarities[is_sound]))
-        return self._fetch(kept, stages)
+        return self._fetch(kept, stages, skips_damaged=True)
 
     def _images(self, rows: Ints, stages: Stages) -> Images:
         """Return the images `rows` [k]. Their tokens are on the device of the joint
@@ -431,32 +461,6 @@ class TokenIndex:
             self._image_caches[self.precision] = cache
         return cache.images(rows, tokens)
 
-    def _scored(
-        self,
-        queries: Sequence[str],
-        candidates: Sequence[Candidates],
-        images: Images | None,
-        weights: ScoreWeights,
-        stages: Stages,
-        k: int | None = None,
-    ) -> list[tuple[Ints, Scores]]:
-        """Return the row ids and the scores of the candidates of each query. Candidates
-        of different queries share batches. See `SearchModel.scores`.
-        """
-        captions: list[str] = []
-        pools = []
-        for query, (rows, _) in zip(queries, candidates, strict=True):
-            pools.append(slice(len(captions), len(captions) + len(rows)))
-            captions += [query] * len(rows)
-        similarities = np.concatenate([values for _, values in candidates])
-        scores = self.model.scores(
-            weights, captions, similarities, images, stages, pools=pools, k=k
-        )
-        return [
-            (rows, scores.at(pool))
-            for (rows, _), pool in zip(candidates, pools, strict=True)
-        ]
-
     def _weights(
         self, score: str | ScoreWeights | None, direction: str = TEXT_TO_IMAGE
     ) -> ScoreWeights:
@@ -470,43 +474,38 @@ class TokenIndex:
 
     def _hits(
         self,
-        scored: Sequence[tuple[Ints, Scores]],
-        k: int,
+        rows: Ints,
+        scores: Scores,
+        relevances: Floats | None,
+        pool: slice,
         stages: Stages,
-        weights: ScoreWeights | None,
-    ) -> list[Hits]:
-        """Return the `k` best hits of each query. Candidates with equal scores are
-        sorted by row id. If `weights` is None, hits have no relevance.
+        k: int | None,
+    ) -> list[Hit]:
+        """Return the `k` best hits among the candidates of one query, which are at the
+        positions `pool` of `rows` and `scores`. Hits with equal scores are sorted by
+        row id.
         """
-        hits = []
         with stages.timed("hits"):
-            for rows, (similarities, final, joint, parts) in scored:
-                # Sort by descending score, with NaN last. The last key of `lexsort`
-                # decides first. Candidates with equal scores are sorted by row id.
-                order = np.lexsort((rows, -final))[:k]
-                relevances = None if weights is None else relevance(final, weights)
-                hits.append(
-                    [
-                        Hit(
-                            row_id=int(rows[at]),
-                            uri=uri,
-                            score=float(final[at]),
-                            embedding_score=float(similarities[at]),
-                            relevance=(
-                                None if relevances is None else float(relevances[at])
-                            ),
-                            joint_score=None if joint is None else float(joint[at]),
-                            parts={
-                                name: float(part[at]) for name, part in parts.items()
-                            },
-                            columns=columns,
-                        )
-                        for at, (uri, columns) in zip(
-                            order, self.rows.described(rows[order]), strict=True
-                        )
-                    ]
+            # Sort by descending score, with NaN last. The last key of `lexsort` decides
+            # first.
+            order = pool.start + np.lexsort((rows[pool], -scores.final[pool]))[:k]
+            return [
+                Hit(
+                    row_id=int(rows[at]),
+                    uri=uri,
+                    score=float(scores.final[at]),
+                    embedding_score=float(scores.similarities[at]),
+                    relevance=None if relevances is None else float(relevances[at]),
+                    joint_score=(
+                        None if scores.joint is None else float(scores.joint[at])
+                    ),
+                    parts={name: float(of[at]) for name, of in scores.parts.items()},
+                    columns=columns,
                 )
-        return [Hits(each, self.root, stages) for each in hits]
+                for at, (uri, columns) in zip(
+                    order.tolist(), self.rows.described(rows[order]), strict=True
+                )
+            ]
 
     def rerank(
         self,
@@ -559,8 +558,7 @@ class TokenIndex:
         row_ids = [requested_rows(self.committed, its_rows) for its_rows in rows]
         stages = Stages()
         weights = self._weights(score)
-        every_row = np.concatenate([np.empty(0, np.int64), *row_ids])
-        if not len(every_row):
+        if not any(map(len, row_ids)):
             return [Hits([], self.root) for _ in texts]
         with stages.timed("text_tower"):
             embeddings = self.model.text.encode(texts)
@@ -568,11 +566,7 @@ class TokenIndex:
             (its_rows, read_embeddings(self.committed, its_rows) @ embedding)
             for its_rows, embedding in zip(row_ids, embeddings, strict=True)
         ]
-        images = None
-        if reads_tokens(weights.parts):
-            images = self._images(every_row, stages)
-        scored = self._scored(texts, candidates, images, weights, stages)
-        return self._hits(scored, len(every_row), stages, weights)
+        return self._ranked(texts, candidates, weights, stages)
 
     def score_pairs(
         self,
@@ -613,32 +607,12 @@ class TokenIndex:
         """Return the final score of `texts[i]` and `images[i]` for each i. For the
         types of images, see `score_pairs`.
         """
-        spec = self.manifest.spec
+        stages = Stages()
         has_tokens = reads_tokens(weights.parts)
-        tokens = np.empty((len(texts), *spec.block_shape), BF16)
-        embeddings = np.empty((len(texts), spec.embed_dim), np.float32)
-        is_row = np.array(
-            [isinstance(image, int | str | np.integer) for image in images]
-        )
-        if is_row.any():
-            rows = requested_rows(
-                self.committed, [images[at] for at in np.flatnonzero(is_row)]
-            )
-            embeddings[is_row] = read_embeddings(self.committed, rows)
-            if has_tokens:
-                tokens[is_row] = self.store.fetch(rows)
-        if not is_row.all():
-            new = [images[at] for at in np.flatnonzero(~is_row)]
-            tokens[~is_row], embeddings[~is_row] = encode_images(
-                self.model.image_encoder, new
-            )
+        tokens, embeddings = self._encoded(images, stages, has_tokens=has_tokens)
         similarities = (embeddings * self.model.text.encode(texts)).sum(axis=1)
-        images_of_pairs = None
-        if has_tokens:
-            images_of_pairs = self.model.scorer.images(tokens)
-        scores = self.model.scores(
-            weights, texts, similarities, images_of_pairs, Stages()
-        )
+        of_pairs = self.model.scorer.images(tokens) if has_tokens else None
+        scores = self.model.scores(weights, texts, similarities, of_pairs, stages)
         final: list[float] = scores.final.tolist()
         return final
 
@@ -667,9 +641,10 @@ class TokenIndex:
         k = as_count(k, "k")
         stages = Stages()
         passing = None if where is None else self.rows.passing(where)
-        row_id, _, embedding = self._encoded(image, stages)
+        embedding = self._encoded([_of_file(image)], stages)[1][0]
         # If the query is a row, this row is its own nearest row, but it is not a hit.
         # One more row is therefore requested.
+        row_id = int(image) if isinstance(image, int | np.integer) else -1
         with stages.timed("nearest"):
             rows, values = self._ann.nearest(
                 embedding, k + 1 if row_id >= 0 else k, passing
@@ -677,23 +652,35 @@ class TokenIndex:
         values = values[rows != row_id]
         rows = rows[rows != row_id]
         scores = Scores(values, values, None, {EMBEDDING: values})
-        return self._hits([(rows, scores)], k, stages, None)[0]
+        hits = self._hits(rows, scores, None, slice(0, len(rows)), stages, k)
+        return Hits(hits, self.root, stages)
 
     def _encoded(
-        self, image: ImageQuery, stages: Stages
-    ) -> tuple[int, Blocks | None, Floats]:
-        """Return the row id of an image, its tokens [1, m, d], and its embedding
-        [embed_dim].
-
-        If `image` is a row id, the tokens are None, because the caller can read them
-        from the index. Otherwise, the image is encoded, and the row id is -1.
+        self, images: list[Any], stages: Stages, *, has_tokens: bool = False
+    ) -> tuple[Blocks, Floats]:
+        """Return the tokens, bfloat16 [b, m, d], and the embeddings, float32 [b,
+        embed_dim], of images. Integers and strings are row ids and uris of rows, and
+        other images are encoded. If `has_tokens` is False, the tokens of rows are not
+        read.
         """
-        if isinstance(image, int | np.integer):
-            row = requested_rows(self.committed, [image])
-            return int(row[0]), None, read_embeddings(self.committed, row)[0]
-        with stages.timed("vision_tower"):
-            tokens, embeddings = encode_images(self.model.image_encoder, [image])
-        return -1, tokens, embeddings[0]
+        spec = self.manifest.spec
+        tokens = np.empty((len(images), *spec.block_shape), BF16)
+        embeddings = np.empty((len(images), spec.embed_dim), np.float32)
+        is_row = np.array([isinstance(each, int | str | np.integer) for each in images])
+        if is_row.any():
+            rows = requested_rows(
+                self.committed, [images[at] for at in np.flatnonzero(is_row)]
+            )
+            embeddings[is_row] = read_embeddings(self.committed, rows)
+            if has_tokens:
+                tokens[is_row] = self.store.fetch(rows)
+        if not is_row.all():
+            new = [images[at] for at in np.flatnonzero(~is_row)]
+            with stages.timed("vision_tower"):
+                tokens[~is_row], embeddings[~is_row] = encode_images(
+                    self.model.image_encoder, new
+                )
+        return tokens, embeddings
 
     def search_texts(
         self,
@@ -733,20 +720,21 @@ class TokenIndex:
             )
         k, pool = _counts(k, pool, self.default_pool)
         weights = self._weights(score, direction=IMAGE_TO_TEXT)
-        row_id, block, embedding = self._encoded(image, Stages())
-        if row_id >= 0 and reads_tokens(weights.parts):
-            block = self.store.fetch([row_id])
-        embeddings = self.model.text.encode(texts)
-        similarities = embeddings @ embedding
+        stages = Stages()
+        has_tokens = reads_tokens(weights.parts)
+        block, (embedding,) = self._encoded(
+            [_of_file(image)], stages, has_tokens=has_tokens
+        )
+        similarities = self.model.text.encode(texts) @ embedding
         nearest = np.argsort(-similarities, kind="stable")[:pool]
         captions = [texts[position] for position in nearest]
         images = None
-        if block is not None:
+        if has_tokens:
             # every pair has the image at position 0
             same_image = torch.zeros(len(nearest), dtype=torch.int64, device="cpu")
             images = self.model.scorer.images(block).at(same_image)
         scores = self.model.scores(
-            weights, captions, similarities[nearest], images, Stages()
+            weights, captions, similarities[nearest], images, stages
         )
         relevances = relevance(scores.final, weights)
         return [
@@ -780,8 +768,9 @@ def _texts(texts: object, name: str = "query") -> list[str]:
     return checked
 
 
-def _all_rows(candidates: Sequence[Candidates]) -> Ints:
-    return np.concatenate([rows for rows, _ in candidates])
+def _of_file(image: ImageQuery) -> Any:
+    """Return `image`, a string as a path. Elsewhere, a string is the uri of a row."""
+    return as_path(image, "image") if isinstance(image, str) else image
 
 
 def _counts(k: object, pool: object, default: int) -> tuple[int, int]:
