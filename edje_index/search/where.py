@@ -49,15 +49,14 @@ _GRAMMAR = r"""
 ?disjunction: conjunction ("or"i conjunction)*
 ?conjunction: condition ("and"i condition)*
 ?condition: NOT condition -> negation
-    | operand COMPARISON operand -> comparison
-    | operand "is"i [NOT] "null"i -> is_null
-    | operand [NOT] "in"i "(" literal ("," literal)* ")" -> one_of
-    | operand [NOT] "like"i text -> like
-    | operand -> truth
+    | name COMPARISON (name | literal) -> comparison
+    | name "is"i [NOT] "null"i -> is_null
+    | name [NOT] "in"i "(" literal ("," literal)* ")" -> one_of
+    | name [NOT] "like"i text -> like
+    | name -> truth
     | "(" disjunction ")"
-?operand: NAME -> column
+?name: NAME -> column
     | QUOTED_NAME -> quoted_column
-    | literal
 ?literal: text
     | INTEGER -> integer
     | FRACTION -> fraction
@@ -81,7 +80,6 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     ">": pc.greater,
     ">=": pc.greater_equal,
 }
-_MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _NUMBER = "number"
 _TEXT = "text"
 _TRUTH = "boolean"
@@ -288,7 +286,7 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
     def false(self) -> bool:
         return False
 
-    def comparison(self, left: _Operand, operator: str, right: _Operand) -> Condition:
+    def comparison(self, left: pa.Field, operator: str, right: _Operand) -> Condition:
         if operator in ("!=", "<>"):
             # On a list of texts, != means that no text of the list equals the constant.
             # So the result of = for the whole list is negated. Applying != to each text
@@ -296,17 +294,10 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
             equal = self.comparison(left, "=", right)
             return lambda table: pc.invert(equal(table))
         self._count()
-        if not isinstance(left, pa.Field):
-            if not isinstance(right, pa.Field):
-                raise _error(
-                    f"{_named(left)} is compared with {_named(right)}; name a column on"
-                    " one side"
-                )
-            left, operator, right = right, _MIRRORED.get(operator, operator), left
         kind = _kind(left)
         name = left.name
         compare = _COMPARISONS[operator]
-        if kind == _TRUTH and operator in _MIRRORED:
+        if kind == _TRUTH and operator != "=":
             raise _error(f"{_named(left)} can be compared only with = and !=")
         if not isinstance(right, pa.Field):
             constant = _scalar(left, right)
@@ -330,20 +321,20 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
             table[name].cast(wider, safe=False), table[other].cast(wider, safe=False)
         )
 
-    def truth(self, operand: _Operand) -> Condition:
+    def truth(self, column: pa.Field) -> Condition:
         self._count()
-        if not isinstance(operand, pa.Field) or _kind(operand) != _TRUTH:
-            raise _error(f"{_named(operand)} is not a condition; {_EXAMPLE}")
-        return lambda table: table[operand.name]
+        if _kind(column) != _TRUTH:
+            raise _error(f"{_named(column)} is not a condition; {_EXAMPLE}")
+        return lambda table: table[column.name]
 
-    def is_null(self, operand: _Operand, negated: Token | None) -> Condition:
-        name = self._only_column(operand).name
-        return self.negation(negated, lambda table: pc.is_null(table[name]))
+    def is_null(self, column: pa.Field, negated: Token | None) -> Condition:
+        self._count()
+        return self.negation(negated, lambda table: pc.is_null(table[column.name]))
 
     def one_of(
-        self, operand: _Operand, negated: Token | None, *constants: _Constant
+        self, column: pa.Field, negated: Token | None, *constants: _Constant
     ) -> Condition:
-        column = self._only_column(operand)
+        self._count()
         scalars = [_scalar(column, constant) for constant in constants]
         values = pa.array([scalar.as_py() for scalar in scalars], scalars[0].type)
 
@@ -355,22 +346,19 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
             negated, lambda table: _any_text(is_in, table[column.name])
         )
 
-    def like(
-        self, operand: _Operand, negated: Token | None, pattern: _Constant
-    ) -> Condition:
-        column = self._only_column(operand)
-        text = str(pattern)
+    def like(self, column: pa.Field, negated: Token | None, pattern: str) -> Condition:
+        self._count()
         if _kind(column) not in (_TEXT, _TEXTS):
             raise _error(f"'like' needs a column of texts, not {_named(column)}")
-        if sum(map(text.count, "%_")) > MAX_WILDCARDS:
+        if sum(map(pattern.count, "%_")) > MAX_WILDCARDS:
             raise _error(
-                f"the pattern {text[:_SHOWN]!r} has more than {MAX_WILDCARDS}"
+                f"the pattern {pattern[:_SHOWN]!r} has more than {MAX_WILDCARDS}"
                 " wildcards; use fewer"
             )
         return self.negation(
             negated,
             lambda table: _any_text(
-                lambda array: pc.match_like(array, text), table[column.name]
+                lambda array: pc.match_like(array, pattern), table[column.name]
             ),
         )
 
@@ -398,12 +386,6 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
             raise _error(
                 f"the filter has more than {MAX_PARTS} conditions; shorten the filter"
             )
-
-    def _only_column(self, operand: _Operand) -> pa.Field:
-        self._count()
-        if not isinstance(operand, pa.Field):
-            raise _error(f"{_named(operand)} is not a column; {_EXAMPLE}")
-        return operand
 
 
 def _any_text(condition: Callable[[Any], Any], values: Any) -> Any:

@@ -104,14 +104,8 @@ CONDITIONS = st.one_of(
             lambda parts: (parts[0][0], parts[1], parts[0][1])
         )
     ),
-    same(
-        st.tuples(WITH_NUMBER, OPERATORS).map(
-            lambda parts: (parts[0][1], parts[1], parts[0][0])
-        )
-    ),
     same(st.tuples(NUMERIC, OPERATORS, NUMERIC)),
     same(st.tuples(TEXTUAL, OPERATORS, TEXTS)),
-    same(st.tuples(TEXTS, OPERATORS, TEXTUAL)),
     same(st.tuples(TEXTUAL, OPERATORS, TEXTUAL)),
     same(
         st.tuples(WITH_NUMBER, IN).map(
@@ -120,11 +114,7 @@ CONDITIONS = st.one_of(
     ),
     same(st.tuples(TEXTUAL, IN, TEXT_LISTS)),
     same(st.tuples(TEXTUAL, LIKE, TEXTS)),
-    same(
-        st.tuples(
-            st.sampled_from(["safe", "safe = true", "safe != FALSE", "true = safe"])
-        )
-    ),
+    same(st.tuples(st.sampled_from(["safe", "safe = true", "safe != FALSE"]))),
     same(
         st.tuples(
             st.sampled_from(["n", "safe", "captions", "taken"]),
@@ -225,7 +215,7 @@ def test_precedence_and_words_that_begin_with_a_keyword(text, passes):
     ("positive", "negated"),
     [
         ("captions = 'a'", "captions != 'a'"),
-        ("'a' = captions", "'a' <> captions"),
+        ("captions = 'a'", "captions <> 'a'"),
         ("captions in ('a', 'c')", "captions not in ('a', 'c')"),
         ("captions like 'a%'", "captions not like 'a%'"),
     ],
