@@ -85,11 +85,6 @@ def test_a_stop_inside_a_slow_shard_keeps_its_batches(config, monkeypatch):
     assert not layout.build.joinpath("batches").exists()
 
 
-def test_a_stop_during_the_last_shard_comes_before_the_search_index(config):
-    stop_after_one_shard(run_build, config(shard_size=10))
-    assert finished_before(config(shard_size=10)) == 1
-
-
 def test_too_little_memory_for_the_search_index_is_refused_before_a_resumed_job_encodes(
     config, monkeypatch
 ):

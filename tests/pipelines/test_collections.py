@@ -14,10 +14,8 @@ from PIL import Image
 from edje_index.inputs.thumbnails import read_thumbnails
 from edje_index.search.rows import IndexRows
 from pipelines import append_index, update_index
-from pipelines.progress.events import JobStopped, PlanReady
 from pipelines.sources import Patterns, open_sources
 from storage_formats import EdjeError, UsageError, read_rows, verify_index
-from storage_formats.format.journal import read_journal
 from storage_formats.format.manifest import CommittedIndex
 from tests.pipelines.conftest import run_build, stop_after_one_shard, write_photo
 
@@ -230,17 +228,3 @@ def test_a_list_that_changes_in_mid_build_is_told(config, photos):
     assert run_build(request, events.append).inputs == 6
     texts = [text for event in events if (text := getattr(event, "text", ""))]
     assert any(f"{path} has changed since" in text for text in texts)
-
-
-def test_a_build_that_encoded_nothing_leaves_no_plan_that_forbids_other_threads(
-    config,
-):
-    events: list[Any] = []
-
-    def is_planned() -> bool:
-        return any(isinstance(event, PlanReady) for event in events)
-
-    with pytest.raises(JobStopped):
-        run_build(config(threads=2), events.append, is_planned)
-    assert read_journal(config().out).plan is not None
-    assert run_build(config(threads=1)).indexed == 9

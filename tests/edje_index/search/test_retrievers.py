@@ -5,16 +5,12 @@ retrievers and re-rankers.
 import pytest
 
 pytest.importorskip("langchain_tests")
-pytest.importorskip("llama_index.core")
 from langchain_classic.retrievers import ContextualCompressionRetriever
 from langchain_core.documents import Document
 from langchain_tests.integration_tests import RetrieversIntegrationTests
-from llama_index.core.llms import MockLLM
-from llama_index.core.query_engine import RetrieverQueryEngine
-from llama_index.core.response_synthesizers import get_response_synthesizer
 
 from edje_index import TokenIndex
-from edje_index.integrations import langchain, llama_index
+from edje_index.integrations import langchain
 from storage_formats import UsageError
 from tests.edje_index.search.indexes import build_photos
 
@@ -60,26 +56,3 @@ def test_a_compression_retriever_of_langchain(index, key):
         UsageError, match="document 0 has no row id or uri in its metadata"
     ):
         reranker.compress_documents([Document("no image")], "a dog")
-
-
-def test_a_query_engine_of_llama_index(index):
-    hits = index.search("a dog", k=8, pool=8)
-    retriever = llama_index.EdjeRetriever(index, k=8, pool=8)
-    assert [
-        (each.score, each.node.image_path) for each in retriever.retrieve("a dog")
-    ] == [(hit.relevance, hit.uri) for hit in hits]
-    synthesizer = get_response_synthesizer(llm=MockLLM())
-    reranker = llama_index.EdjeReranker(index=index, top_n=2)
-    answer = RetrieverQueryEngine(retriever, synthesizer, [reranker]).query("a dog")
-    assert [each.node.metadata["row_id"] for each in answer.source_nodes] == [
-        hit.row_id for hit in hits[:2]
-    ]
-    again = reranker.postprocess_nodes(retriever.retrieve("a canoe"), query_str="a dog")
-    assert [
-        (each.node.metadata["score"], each.node.metadata["relevance"]) for each in again
-    ] == [
-        pytest.approx((hit.score, hit.relevance))
-        for hit in index.rerank("a dog", [int(each.node.node_id) for each in again])
-    ]
-    # of the prompt, which the model without weights repeats
-    assert "row_id:" in answer.response
