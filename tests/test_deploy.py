@@ -95,7 +95,6 @@ def test_the_command_serves(tmp_path, of):
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline().strip().endswith(f":{port}")
             subprocess.run(health, check=True)
             answer = httpx.post(

@@ -70,8 +70,6 @@ def request_bench(tmp_path_factory):
         )
         # waits for its end, which the end of its input brings
         with process:
-            assert process.stdin is not None
-            assert process.stdout is not None
             to = process.stdin
             answers = process.stdout
 

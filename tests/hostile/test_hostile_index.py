@@ -61,8 +61,6 @@ def opened():
     ) as process:
 
         def call(layout: Layout) -> dict[str, Any]:
-            assert process.stdin is not None
-            assert process.stdout is not None
             print(layout.root, file=process.stdin, flush=True)
             outcomes: dict[str, Any] = json.loads(process.stdout.readline())
             assert set(outcomes) == {

@@ -83,7 +83,6 @@ def measured(*arguments: str | Path) -> tuple[dict[str, Any], dict[str, float]]:
     """
     started = time.monotonic()
     with started_command(*arguments, "--json") as process:
-        assert process.stdout is not None
         printed = process.stdout.read()
         usage = ended(process)
     return json.loads(printed), {
@@ -167,7 +166,6 @@ def served(index: Path) -> dict[str, float]:
     memory.
     """
     with started_command("serve", index, "--port", "0") as process:
-        assert process.stdout is not None
         url = process.stdout.readline().strip()
         times = []
         for query in ("a dog", *TEXTS, "snow"):

@@ -85,7 +85,7 @@ def test_encodes_every_number_under_scales_of_the_whole_range(name, step):
 
 
 @pytest.mark.parametrize("name", COMPILED)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shape=st.tuples(st.integers(1, 5), st.integers(1, 9).map(lambda count: 32 * count)),
     count=st.integers(0, 4),

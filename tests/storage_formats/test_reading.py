@@ -47,7 +47,7 @@ PRECISIONS = SPEC.precisions
 @pytest.mark.parametrize("engine", ALL)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @given(ids=st.lists(st.integers(0, SPEC.rows - 1), max_size=200), cold=st.booleans())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_every_engine_equals_plain_slicing(
     built, whole, precision, engine, has_queues, ids, cold
 ):

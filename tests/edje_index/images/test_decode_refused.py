@@ -158,7 +158,7 @@ def image_or_reason(data: bytes) -> None:
 
 
 @given(st.data(), st.sampled_from(SEEDS))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_any_damage(data, seed):
     end = data.draw(st.integers(0, len(seed)))
     damaged = bytearray(seed[:end] if data.draw(st.booleans()) else seed)

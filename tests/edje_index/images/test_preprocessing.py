@@ -42,7 +42,7 @@ def noise(width: int, height: int, seed: int = 0) -> Image.Image:
 @pytest.mark.parametrize(
     "mode", MODES, ids=lambda mode: f"{mode['resize_mode']}-{mode['size']}"
 )
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(size=st.tuples(st.integers(3, 90), st.integers(3, 90)), seed=st.integers(0, 99))
 def test_equals_open_clip(mode, size, seed):
     config = ClipConfig("any", {}, mode)

@@ -36,7 +36,7 @@ def by_two_passes(
     return image.resize(middle, resampling).resize(size, resampling)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(old=SIDES, new=SIDES, resampling=FILTERS, seed=st.integers(0, 99))
 # up and down, each axis alone, and both
 @example(old=(1, 1), new=(4000, 3), resampling=Image.Resampling.BICUBIC, seed=0)
@@ -52,7 +52,7 @@ def test_no_value_differs(old, new, resampling, seed):
         assert np.array_equal(pixels, np.asarray(image.resize(new, resampling)))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data(), resampling=FILTERS)
 def test_only_the_crop_is_computed(data, resampling):
     sides = st.integers(1, 90)

@@ -65,7 +65,6 @@ def serving(
             env={**environment(), **(variables or {})},
         )
     try:
-        assert process.stdout is not None
         url = process.stdout.readline().strip()
         assert url.startswith("http://"), log.read_text()
         yield Service(url, process, log)
