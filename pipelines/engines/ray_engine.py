@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import importlib.util
 import logging
@@ -25,7 +24,6 @@ import math
 import os
 import re
 import secrets
-import shutil
 import signal
 import socket
 import sys
@@ -94,10 +92,6 @@ _RAY_UNITS = 10_000
 _REFRESH_SECONDS = 2.0
 _STOP_GRACE_SECONDS = 60.0
 _PROBE_SECONDS = 5.0
-# The folder of a local Ray is never removed by another process while it is younger than
-# this, because its own process may not have locked it yet.
-_NEW_FOLDER_SECONDS = 3600.0
-_FOLDER_PREFIX = "edje-ray-"
 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -585,7 +579,16 @@ def connected_ray(
             yield RayCluster(ray, *settings)
             return
         _check_importable_privately()
-        folder = _local_folder(stack)
+        # Ray puts sockets into the folder, and the path of a socket has at most 107
+        # bytes. So prefer a parent with a short path.
+        short = "/tmp" if os.access("/tmp", os.W_OK) else None
+        folder = stack.enter_context(
+            tempfile.TemporaryDirectory(
+                prefix=f"edje-ray-{os.getpid()}-",
+                dir=os.environ.get("RAY_TMPDIR", short),
+                ignore_cleanup_errors=True,
+            )
+        )
         # The workers must find this package, whatever the working directory is.
         path = os.pathsep.join(
             filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
@@ -665,45 +668,6 @@ def _cannot_join(address: str, error: Exception) -> EngineUnavailableError:
         f"cannot join the Ray cluster at {address}: {describe_error(error)}; if the"
         " cluster requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
     )
-
-
-def _local_folder(stack: contextlib.ExitStack) -> str:
-    """Create the folder of a local Ray, and return its path. The folder is removed when
-    `stack` is closed. Folders that killed processes have left behind are removed first.
-    """
-    # Ray puts sockets into the folder, and the path of a socket has at most 107 bytes.
-    # So prefer a parent with a short path.
-    short = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
-    parent = os.environ.get("RAY_TMPDIR", short)
-    for old in Path(parent).glob(f"{_FOLDER_PREFIX}*"):
-        with contextlib.suppress(OSError), _locked(old):
-            if time.time() - old.stat().st_mtime > _NEW_FOLDER_SECONDS:
-                shutil.rmtree(old)
-    folder = stack.enter_context(
-        tempfile.TemporaryDirectory(
-            prefix=f"{_FOLDER_PREFIX}{os.getpid()}-",
-            dir=parent,
-            ignore_cleanup_errors=True,
-        )
-    )
-    # On a file system without locks, this has no effect. But no other process can lock
-    # the folder either, so none removes it.
-    with contextlib.suppress(OSError):
-        stack.enter_context(_locked(folder))
-    return folder
-
-
-@contextlib.contextmanager
-def _locked(folder: str | Path) -> Iterator[None]:
-    """Context manager that holds a lock of `folder`. If the process is killed, the
-    operating system releases the lock. Raise OSError if another process has the lock.
-    """
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(fd)
 
 
 @functools.cache

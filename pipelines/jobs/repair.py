@@ -273,9 +273,10 @@ class ShardEncoder:
     _open_encoder: Callable[[], ImageEncoder]
     _on_event: OnEvent
     _should_stop: ShouldStop
-    # Inputs of the rows with a block, by position in the shard; None before the first
-    # call of `encode`
-    _inputs: dict[int, InputRef] | None = None
+    # Positions in the shard of all rows that were asked for
+    _needed: set[int] = field(default_factory=set)
+    # First positions of the batches that were encoded again
+    _batches: set[int] = field(default_factory=set)
     # Blocks that were encoded again, by position
     _blocks: dict[int, Blocks] = field(default_factory=dict)
     # Reasons why single rows cannot be encoded again, by position
@@ -293,56 +294,11 @@ class ShardEncoder:
             reason.
         """
         from edje_index.images.transient import TransientInputError
-        from edje_index.indexing.shard_encoding import encode_inputs
 
-        manifest = self._index.manifest
-        root = self._index.root
+        self._needed.update(needed.tolist())
         try:
-            if self._inputs is None:
-                self._inputs = {}
-                if "inputs_digest" not in manifest.settings:
-                    raise EdjeError(f"{root} was not built from images")
-                self._inputs = self._read_inputs()
-            inputs = self._inputs
-            # Positions that no earlier call has tried to encode
-            untried = [
-                at
-                for at in needed.tolist()
-                if at in inputs and at not in self._blocks | self._refused
-            ]
-            if self._problem is not None or not untried:
-                return self._blocks
-            self._on_event(
-                StatusMessage(
-                    f"encoding rows of shard {self._shard} again from their sources"
-                )
-            )
-            settings = settings_of(root, manifest)
-            size = settings.decoding.inputs_per_batch(settings.batch_size)
-            for start in sorted({position // size * size for position in untried}):
-                if self._should_stop():
-                    raise JobStopped("stopped")
-                batch = [
-                    position
-                    for position in range(start, start + size)
-                    if position in inputs
-                ]
-                blocks, reasons = encode_inputs(
-                    [inputs[at] for at in batch],
-                    self._open_encoder(),
-                    settings.decoding,
-                    settings.batch_size,
-                )
-                self._blocks |= {
-                    batch[number]: block for number, block in blocks.items()
-                }
-                refused = {
-                    batch[number]: _WORDING.get(reason, reason)
-                    for number, reason in reasons.items()
-                }
-                self._refused |= {
-                    at: reason for at, reason in refused.items() if at in untried
-                }
+            if self._problem is None:
+                self._encode_batches()
         except JobStopped:
             raise
         except TransientInputError as error:
@@ -351,7 +307,39 @@ class ShardEncoder:
             self._problem = str(error)
         return self._blocks
 
-    def _read_inputs(self) -> dict[int, InputRef]:
+    def _encode_batches(self) -> None:
+        from edje_index.indexing.shard_encoding import encode_inputs
+
+        settings = settings_of(self._index.root, self._index.manifest)
+        size = settings.decoding.inputs_per_batch(settings.batch_size)
+        starts = {position // size * size for position in self._needed}
+        for start in sorted(starts - self._batches):
+            self._batches.add(start)
+            inputs = self._inputs
+            batch = [at for at in range(start, start + size) if at in inputs]
+            if not batch:
+                continue
+            self._on_event(
+                StatusMessage(
+                    f"encoding rows of shard {self._shard} again from their sources"
+                )
+            )
+            if self._should_stop():
+                raise JobStopped("stopped")
+            blocks, reasons = encode_inputs(
+                [inputs[at] for at in batch],
+                self._open_encoder(),
+                settings.decoding,
+                settings.batch_size,
+            )
+            for number, block in blocks.items():
+                self._blocks[batch[number]] = block
+            for number, reason in reasons.items():
+                self._refused[batch[number]] = _WORDING.get(reason, reason)
+
+    @functools.cached_property
+    def _inputs(self) -> dict[int, InputRef]:
+        """Inputs of the rows with a block, by position in the shard."""
         from edje_index.inputs.containers import split_uri
         from edje_index.inputs.refs import InputRef
         from pipelines.sources.base import file_input
@@ -393,22 +381,24 @@ class ShardEncoder:
         rebuilt from the sources.
         """
         first_row = self._index.spec.shard_rows(self._shard).start
-        for path in sorted(paths) if self._inputs is not None else ():
+        refused = sorted(self._needed & self._refused.keys())
+        for path in sorted(paths) if self._needed else ():
             if self._problem is not None:
                 yield Problem(
                     path,
                     "not-encoded-again",
                     f"its rows cannot be encoded again: {self._problem}",
                 )
-            for position, reason in sorted(self._refused.items()):
+            for position in refused:
                 row = first_row + position
-                uri = (self._inputs or {})[position].uri
+                uri = self._inputs[position].uri
                 yield Problem(
                     path,
                     "source-refused",
-                    f"row {row} cannot be encoded again from {uri}: {reason}",
+                    f"row {row} cannot be encoded again from {uri}:"
+                    f" {self._refused[position]}",
                 )
-            if self._problem is None and not self._refused:
+            if self._problem is None and not refused:
                 yield Problem(
                     path,
                     "encoded-differently",
