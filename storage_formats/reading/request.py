@@ -73,18 +73,14 @@ class ReadRequest:
         prepare_for(len(sources) * size)
 
         def work(start: int, stop: int, _memory: object = memory) -> None:
-            chunk = slice(start, stop)
             first, last = np.searchsorted(unchecked, (start, stop))
             records = unchecked[first:last]
-            actual = None
-            if not is_in_place:
-                sums = len(records) == stop - start
-                actual = self.sink.write(sources[chunk], out_indices[chunk], sums=sums)
             if len(records):
-                if actual is None:
-                    actual = checksums_at(sources[records], size)
-                if actual.tobytes() != expected[records].tobytes():
-                    damaged = records[actual != expected[records]]
+                actual = checksums_at(sources[records], size)
+                if (is_damaged := actual != expected[records]).any():
+                    damaged = records[is_damaged]
                     raise self.checksums.damaged(self.batch[part][damaged])
+            if not is_in_place:
+                self.sink.write(sources[start:stop], out_indices[start:stop])
 
         run_chunks(work, len(sources), self.sink.block_bytes, threads)

@@ -2,13 +2,16 @@
 
 A sink has the output array of one fetch. Its method `write` takes the memory address of
 each record and the index of the record in the output. It works on the calling thread.
+The number of threads is chosen from `block_bytes`, the number of bytes that writing a
+record handles. If `records`, uint8 [k, record_bytes], is not None, it is the output,
+and an engine may read records directly into it.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +19,7 @@ from numpy.typing import NDArray
 from storage_formats.codecs import Blocks, Codec, Records
 from storage_formats.reading.batch import Ints
 from storage_formats.reading.memory import ADDRESS_SPACE, BufferPool, offset_of
-from storage_formats.reading.records import Checksums, copy_records
+from storage_formats.reading.records import copy_records
 
 _BYPASS_FROM = 32 << 20
 """Size in bytes from which on an output is written with non-temporal stores, which
@@ -25,33 +28,6 @@ bypass the processor's cache. They make copies of 480 MB twice as fast
 then reads it.
 """
 _buffers = BufferPool()
-
-
-class Sink(Protocol):
-    """Receives records.
-
-    Attributes:
-        block_bytes: number of bytes that writing a record handles, from which the
-            number of threads is chosen.
-        records: the output as records, uint8 [k, record_bytes], if an engine may read
-            records directly into the output; otherwise None.
-    """
-
-    @property
-    def block_bytes(self) -> int: ...
-
-    @property
-    def records(self) -> Records | None: ...
-
-    def write(
-        self, sources: Ints, out_indices: Ints, *, sums: bool = False
-    ) -> Checksums | None:
-        """Write the records at the addresses `sources` [k] to the items `out_indices`
-        [k] of the output.
-
-        If `sums` is True, a sink that copies records returns their CRC-32C, uint32 [k].
-        Other sinks return None.
-        """
 
 
 @dataclass(frozen=True)
@@ -64,15 +40,11 @@ class RecordSink:
     def block_bytes(self) -> int:
         return int(self.records.shape[1])
 
-    def write(
-        self, sources: Ints, out_indices: Ints, *, sums: bool = False
-    ) -> Checksums | None:
+    def write(self, sources: Ints, out_indices: Ints) -> None:
         size = self.records.shape[1]
         targets = self.records.ctypes.data + out_indices * size
-        bypass = self.records.nbytes >= _BYPASS_FROM
-        # copying and checking in one loop takes less time than in two
-        checksums = copy_records(sources, targets, size, bypass=bypass, sums=sums)
-        return checksums if sums else None
+        bypasses = self.records.nbytes >= _BYPASS_FROM
+        copy_records(sources, targets, size, bypasses=bypasses)
 
 
 @dataclass(frozen=True)
@@ -87,13 +59,10 @@ class BlockSink:
     def block_bytes(self) -> int:
         return 2 * self.codec.values
 
-    def write(
-        self, sources: Ints, out_indices: Ints, *, sums: bool = False
-    ) -> Checksums | None:
+    def write(self, sources: Ints, out_indices: Ints) -> None:
         bits = self.blocks.view(np.uint16).reshape(-1)
         moves = (offset_of(sources), out_indices)
         self.codec.decode_at(ADDRESS_SPACE, moves, bits)
-        return None
 
 
 @dataclass(frozen=True)
@@ -113,9 +82,7 @@ class ScoreSink:
     def block_bytes(self) -> int:
         return 2 * self.codec.values
 
-    def write(
-        self, sources: Ints, out_indices: Ints, *, sums: bool = False
-    ) -> Checksums | None:
+    def write(self, sources: Ints, out_indices: Ints) -> None:
         from storage_formats.codecs.kernels import max_sim
 
         m, d = self.codec.block_shape
@@ -136,7 +103,6 @@ class ScoreSink:
         if buffer is not None:
             _buffers.give_back(buffer)
         self.scores[out_indices] = scores
-        return None
 
     @functools.cached_property
     def _padded_query(self) -> NDArray[np.float32]:
@@ -146,3 +112,6 @@ class ScoreSink:
         padded = np.zeros((count + -count % 4, width), dtype=np.float32)
         padded[:count] = self.query
         return padded.reshape(-1)
+
+
+Sink: TypeAlias = RecordSink | BlockSink | ScoreSink
