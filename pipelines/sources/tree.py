@@ -8,8 +8,8 @@ import contextlib
 import functools
 import os
 import stat
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,6 @@ from storage_formats.threads import ordered_map
 _FILES_AT_ONCE = 16
 # threads that list archives, and archives that are listed ahead
 _PACKED_AT_ONCE = (8, 8)
-# device and inode: the same for every path to a file or directory
-_FileId = tuple[int, int]
 # name of an input -> suffix of a metadata file -> name of the metadata file
 _Sidecars = dict[bytes, dict[str, bytes]]
 
@@ -83,20 +81,20 @@ class _Directory:
     """The contents of a directory.
 
     Attributes:
+        real: `path` without symbolic links.
         files: sizes of the files in bytes, by name. The size of a local file is None.
         links: names of the symbolic links to files, and of broken links with the suffix
             of an input.
         directories: names of the subdirectories.
         linked_directories: names of the symbolic links to directories.
-        earlier: paths under which the same directory was listed before.
     """
 
     path: bytes
+    real: bytes
     files: dict[bytes, int | None] = field(default_factory=dict)
     links: set[bytes] = field(default_factory=set)
     directories: set[bytes] = field(default_factory=set)
     linked_directories: set[bytes] = field(default_factory=set)
-    earlier: list[bytes] = field(default_factory=list)
 
 
 @dataclass
@@ -106,8 +104,9 @@ class TreeSource(Source):
 
     In each directory, the files come first and the subdirectories follow, both sorted
     by the bytes of their names. Symbolic links are followed. Links to directories are
-    read last, after the whole tree. If several paths lead to one file, only the first
-    path is used that the patterns select. Of a repository in the cache of the Hugging
+    read last, after the whole tree. If several paths lead to one file with the suffix
+    of an image, only one is used: the path without links if the patterns select it, or
+    else the first path that they select. Of a repository in the cache of the Hugging
     Face Hub, the names in `snapshots` are used. Hidden files and directories are
     ignored.
 
@@ -142,10 +141,12 @@ class TreeSource(Source):
             is_archive = container_kind(name) is not None
             yield from self._members() if is_archive else [file_input(self.path)]
             return
-        # paths of each directory, archive and Parquet file that was read
-        self._visited: dict[_FileId, list[bytes]] = {}
-        # directory -> names of its files that were used through a link
-        self._linked: dict[_FileId, set[bytes]] = {}
+        self._real_root = os.path.realpath(self.path)
+        # path of a directory, archive or Parquet file, without links -> number of paths
+        # under which it was read
+        self._reads = Counter[bytes]()
+        # uris, without links in them, of the inputs that were used through a link
+        self._linked: set[str] = set()
         # path of a photo in a metadata table, without links -> its values
         self._listed: dict[bytes, dict[Any, Any]] = {}
         # directories whose metadata table is damaged
@@ -175,7 +176,7 @@ class TreeSource(Source):
         """Return the contents of a directory or URL. The result is empty for a
         directory that has been read before and for the directory of an index.
         """
-        directory = _Directory(path)
+        directory = _Directory(path, path)
         if is_url(path):
             contents = list_remote_folder(os.fsdecode(path))
             if contents is None:
@@ -203,11 +204,11 @@ class TreeSource(Source):
                     directory.directories.add(name)
             return directory
         with os.scandir(path) as listing:
-            earlier = self._earlier_paths(path)
-            if earlier is None:
+            real = self._enter(path)
+            if real is None:
                 self.ignored.count("(folder seen)")
                 return directory
-            directory.earlier = earlier
+            directory.real = real
             for entry in listing:
                 if entry.is_file(follow_symlinks=False):
                     directory.files[entry.name] = None
@@ -252,7 +253,7 @@ class TreeSource(Source):
             and Layout(Path(os.fsdecode(path))).lock.exists()
         ):
             self.ignored.count("(index)")
-            return _Directory(path)
+            return _Directory(path, path)
         return directory
 
     def _inputs(self, directory: _Directory) -> Iterator[InputRef]:
@@ -284,33 +285,26 @@ class TreeSource(Source):
             if is_server
             else map(read, files)
         )
-        for name, ref in zip(files, refs, strict=True):
-            if ref is None:
-                continue
-            if not self._is_selected(ref.uri):
-                self.ignored.count("(excluded)")
-            elif self._is_repeated(directory, name, ref):
-                self.ignored.count("(link seen)")
-            else:
-                yield ref
+        yield from (ref for ref in refs if ref is not None)
         sources: list[Source] = []
-        # the earlier paths of each archive
-        earlier: dict[bytes, list[bytes] | None] = {}
+        # path of each archive that is read -> the path without links
+        homes: dict[bytes, bytes] = {}
         for path in (os.path.join(directory.path, name) for name in packed):
-            try:
-                earlier[path] = [] if is_server else self._earlier_paths(path)
-            except OSError as error:
-                yield InputRef(display_path(path), path, problem=problem_of(error))
-                continue
-            if earlier[path] is None:
+            home = path if is_server else self._enter(path)
+            if home is None:
                 self.ignored.count("(link seen)")
                 continue
+            homes[path] = home
             source = packed_source(os.fsdecode(path), self.column, clips=self.clips)
             source.unread = self.unread
             sources.append(source)
         for ref in scan_ahead(sources):
-            member = ref.uri.removeprefix(display_path(ref.path))
-            if self._is_used(member, earlier.get(ref.path) or ()):
+            home = homes.get(ref.path)
+            if (
+                self.patterns
+                and home is not None
+                and self._is_seen(ref.path, home, ref.uri)
+            ):
                 self.ignored.count("(link seen)")
             else:
                 yield ref
@@ -336,12 +330,17 @@ class TreeSource(Source):
         if key is not None:
             self.ignored.count(key, 1 + len(sidecars.get(name, ())))
             return None
+        uri = display_path(path)
+        real = os.path.join(directory.real, name)
+        if name in directory.links:
+            real = os.path.realpath(path)
+        if not is_url(path) and self._is_seen(path, real, uri):
+            self.ignored.count("(link seen)")
+            return None
         contents = {
             suffix: _read_sidecar(os.path.join(directory.path, sidecar))
             for suffix, sidecar in sidecars.get(name, {}).items()
         }
-        uri = display_path(path)
-        real = os.path.realpath(path) if self._listed else path
         values = self._listed.pop(real, {})
         if path.startswith(tuple(self._damaged)):
             self.unread.add(uri)
@@ -379,7 +378,9 @@ class TreeSource(Source):
             listed = str(entry.image or "").replace("\\", "/")
             photo = listed_input(os.path.normpath(listed), directory.path)
             if photo is not None:
-                real = os.path.realpath(photo.path)
+                real = photo.path
+                if not is_url(real):
+                    real = os.path.realpath(real)
                 first = self._listed.setdefault(real, values)
                 if first is not values:
                     add_captions(first, values)
@@ -448,57 +449,44 @@ class TreeSource(Source):
 
         return ignored_as(name, read_start, clips=self.clips)
 
-    def _is_selected(self, uri: str) -> bool:
-        return self.patterns.select(self._path_in_source(uri))
-
-    def _earlier_paths(self, path: bytes) -> list[bytes] | None:
-        """Return the paths under which a directory or an archive was read before, and
-        record `path`. Return None if it need not be read again.
+    def _enter(self, path: bytes) -> bytes | None:
+        """Return the path of a directory or an archive without links. Return None if it
+        need not be read again.
 
         It is read again if there are patterns, because they may select other inputs
         under each path.
         """
-        paths = self._visited.setdefault(_file_id(path), [])
-        is_loop = any(path.startswith(os.path.join(other, b"")) for other in paths)
-        if paths and (not self.patterns or is_loop or len(paths) == _MAX_PATHS):
-            return None
-        paths.append(path)
-        return paths[:-1]
+        real = os.path.realpath(path)
+        self._reads[real] += 1
+        is_read = self._reads[real] <= (_MAX_PATHS if self.patterns else 1)
+        return real if is_read else None
 
-    def _is_used(self, name: str, paths: Iterable[bytes]) -> bool:
-        """Return True if the input with this name is selected under one of `paths`."""
-        return any(self._is_selected(display_path(path) + name) for path in paths)
+    def _is_seen(self, path: bytes, real: bytes, uri: str) -> bool:
+        """Return True if an input is used under another path, too. If it is used
+        through a link, record it.
 
-    def _is_repeated(
-        self,
-        directory: _Directory,
-        name: bytes,
-        ref: InputRef,
-    ) -> bool:
-        """Return True if the file of an input is used under another path, too. If
-        `name` is a link, record its target as used.
+        Args:
+            path: path of the file or archive.
+            real: `path` without links.
+            uri: the uri of the input.
         """
-        if name not in directory.links:
-            if self._linked and name in self._linked.get(_file_id(directory.path), ()):
-                return True
-            return self._is_used(f"/{display_path(name)}", directory.earlier)
-        if ref.problem is not None:
+        is_linked = path != self.path + real.removeprefix(self._real_root)
+        if not is_linked or not self._is_selected(uri) or not os.path.exists(real):
             return False
-        target_directory, target = os.path.split(os.path.realpath(ref.path))
-        try:
-            home = _file_id(target_directory)
-            if (
-                self._is_used(f"/{display_path(target)}", self._visited.get(home, ()))
-                and ignored_as(target, lambda: read_head(ref.path), clips=self.clips)
-                is None
-            ):
-                return True
-        except OSError:
-            return False
-        used = self._linked.setdefault(home, set())
-        is_repeated = target in used
-        used.add(target)
-        return is_repeated
+        below = os.path.relpath(real, self._real_root)
+        member = uri.removeprefix(display_path(path))
+        # A path outside the source begins with b"..".
+        is_listed = not any(
+            part.startswith(b".") or is_litter(part) for part in below.split(b"/")
+        ) and (bool(member) or has_input_suffix(real, self.clips))
+        place = display_path(os.path.join(self.path, below)) + member
+        if place in self._linked or (is_listed and self._is_selected(place)):
+            return True
+        self._linked.add(place)
+        return False
+
+    def _is_selected(self, uri: str) -> bool:
+        return self.patterns.select(self._path_in_source(uri))
 
 
 def _read_sidecar(path: bytes) -> bytes | None:
@@ -515,11 +503,6 @@ def _read_sidecar(path: bytes) -> bytes | None:
     except OSError as error:
         problem_of(error)
         return None
-
-
-def _file_id(path: bytes) -> _FileId:
-    status = os.stat(path)
-    return status.st_dev, status.st_ino
 
 
 def packed_source(

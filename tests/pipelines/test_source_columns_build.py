@@ -201,8 +201,10 @@ def test_captions_behind_links_as_in_the_cache_of_the_hub(tmp_path):
     folder = tmp_path / "snapshots/main"
     folder.mkdir(parents=True)
     for number in range(2):
-        write_photo(blobs / f"{number}.jpg", number)
-        (folder / f"{number}.jpg").symlink_to(f"../../blobs/{number}.jpg")
+        write_photo(tmp_path / "photo.jpg", number)
+        blobs.mkdir(exist_ok=True)
+        (tmp_path / "photo.jpg").rename(blobs / f"{number}ef")
+        (folder / f"{number}.jpg").symlink_to(f"../../blobs/{number}ef")
     (blobs / "12ab").write_text("a dog")
     (blobs / "34cd").write_text("file_name,text\n1.jpg,a cat\n")
     (folder / "0.txt").symlink_to("../../blobs/12ab")
@@ -229,7 +231,7 @@ def test_a_table_names_photos_through_links(tmp_path):
     write_lines(tmp_path / "metadata.jsonl", records)
     refs, ignored = scan(tmp_path)
     texts = {os.path.basename(ref.uri): ref.metadata["text"] for ref in refs}
-    assert texts == {"one.jpg": "a cat", "0.jpg": "a dog"}
+    assert texts == {"1.jpg": "a cat", "0.jpg": "a dog"}
     assert "(metadata without a file)" not in ignored
 
 
