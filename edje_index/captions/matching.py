@@ -7,8 +7,6 @@ import os
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -20,57 +18,12 @@ from edje_index.inputs.tables import SPLIT
 from storage_formats.arrays import Ints
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.rows import (
-    DUPLICATE,
-    INDEXED,
-    read_all_rows,
-    read_index_rows,
-)
+from storage_formats.format.rows import DUPLICATE, INDEXED, read_all_rows
 from storage_formats.format.source_columns import caption_columns
 
 NOT_IN_INDEX = "not-in-index"
 DELETED = "deleted"
-NAME_COLUMNS = (
-    "row_id",
-    "uri",
-    "uri_raw",
-    "status",
-    "reason",
-    "duplicate_of",
-)
-"""Columns of the rows table that `match_items` reads."""
-
-
-@dataclass(frozen=True)
-class MatchedRows:
-    """The index rows of n captioned images.
-
-    Attributes:
-        rows: row id of each image, int64 [n]; -1 for an image without a row.
-        reasons: one entry per image: None for an image with a row, otherwise the reason
-            why the image has no row: "not-in-index", "deleted", or the reason why a
-            build could not encode the image.
-    """
-
-    rows: Ints
-    reasons: tuple[str | None, ...]
-
-    def missing(self) -> dict[str, int]:
-        """Return the number of images without a row, by reason."""
-        return dict(
-            sorted(
-                Counter(reason for reason in self.reasons if reason is not None).items()
-            )
-        )
-
-    def indexed(
-        self, items: Sequence[CaptionedImage]
-    ) -> tuple[list[CaptionedImage], Ints]:
-        """Return the k images in `items` that have a row, and their row ids, int64
-        [k].
-        """
-        kept = [item for item, row in zip(items, self.rows, strict=True) if row >= 0]
-        return kept, self.rows[self.rows >= 0]
+_COLUMNS = ("row_id", "uri", "uri_raw", "status", "reason", "duplicate_of")
 
 
 def stored_captions(
@@ -106,28 +59,13 @@ def stored_captions(
     return items
 
 
-def name_table(index: CommittedIndex) -> pa.Table:
-    """Return the columns `NAME_COLUMNS` of all rows of an index. Deleted rows come
-    last, with the status and the reason "deleted".
-    """
-    table = read_all_rows(index, NAME_COLUMNS)
-    row_ids = index.deleted.row_ids
-    deleted = read_index_rows(index.undeleted(), row_ids, list(NAME_COLUMNS))
-    for name in ("status", "reason"):
-        at = NAME_COLUMNS.index(name)
-        column = pa.repeat(DELETED, len(deleted))
-        deleted = deleted.set_column(at, table.schema.field(at), column)
-    return pa.concat_tables([table, deleted])
-
-
 def match_items(
-    root: Path,
-    table: pa.Table,
+    index: CommittedIndex,
     items: Sequence[CaptionedImage],
     *,
     allow_none: bool = False,
-) -> MatchedRows:
-    """Find the rows of `items` by the names of the images.
+) -> tuple[Ints, dict[str, int]]:
+    """Find the rows of n captioned images by the names of the images.
 
     An item with a row id gets this row. A duplicate gets the row of its original. If
     two rows share a name, the first indexed row wins. If a name is not in the index, it
@@ -136,19 +74,25 @@ def match_items(
     converted to the Unicode form NFC.
 
     Args:
-        table: the rows table, see `name_table`.
         allow_none: True to return without an error even if no image is in the index.
+
+    Returns:
+        The row id of each image, int64 [n], which is -1 for an image without a row; and
+        the number of images without a row, by the reason: "not-in-index", "deleted", or
+        the reason why a build could not encode the image.
     """
-    is_indexed = pc.equal(table["status"], INDEXED)
-    table = pa.concat_tables(
-        [table.filter(is_indexed), table.filter(pc.invert(is_indexed))]
-    )
+    if items and items[0].row_id is not None:
+        return np.array([item.row_id for item in items]), {}
+    table = read_all_rows(index.undeleted(), _COLUMNS)
+    is_deleted = np.isin(table["row_id"].to_numpy(), index.deleted.row_ids)
+    is_indexed = pc.equal(table["status"], INDEXED).to_numpy() & ~is_deleted
+    # Indexed rows come first, and deleted rows last.
+    order = np.argsort(1 - is_indexed + is_deleted, kind="stable")
+    table = table.append_column("is_indexed", [is_indexed])
+    table = table.append_column("is_deleted", [is_deleted]).take(order)
     keys = _keys(table)
     names = [os.fsencode(item.path) for item in items]
     positions = _positions(keys, names)
-    row_ids = pa.array([item.row_id for item in items], pa.int64())
-    own_positions = pc.index_in(row_ids, value_set=table["row_id"]).cast(pa.int64())
-    positions = np.array(pc.coalesce(own_positions, pa.array(positions)))
     if len(unmatched := np.flatnonzero(positions < 0)):
         real_folder = functools.lru_cache(maxsize=1 << 14)(os.path.realpath)
 
@@ -175,35 +119,32 @@ def match_items(
         others = [resolved(names[at]) for at in unmatched.tolist()]
         positions[unmatched] = _positions(resolved_keys, others)
     # The tokens of a duplicate are in the row of its original.
-    is_duplicate = pc.equal(table["status"], DUPLICATE)
+    is_duplicate = pc.and_not(pc.equal(table["status"], DUPLICATE), table["is_deleted"])
     holders = pc.if_else(is_duplicate, table["duplicate_of"], table["row_id"])
     row_ids = holders.take(pa.array(positions, mask=positions < 0))
     originals = pc.index_in(row_ids, value_set=table["row_id"])
-    matches = table.select(["row_id", "status", "reason"]).take(originals)
+    matches = table.select(["row_id", "reason", "is_indexed", "is_deleted"])
     rows = np.full(len(items), -1)
-    reasons: list[str | None] = []
-    for at, row in enumerate(matches.to_pylist()):
-        reasons.append(row["reason"])
-        if row["status"] == INDEXED:
+    missing = Counter[str]()
+    for at, row in enumerate(matches.take(originals).to_pylist()):
+        if row["is_indexed"]:
             rows[at] = row["row_id"]
-            reasons[at] = None
-        elif row["status"] is None:
-            # Either the name has no row, or the row is a duplicate whose original is
-            # deleted.
-            reasons[at] = DELETED if positions[at] >= 0 else NOT_IN_INDEX
+        elif row["is_deleted"]:
+            missing[DELETED] += 1
+        else:
+            missing[row["reason"] or NOT_IN_INDEX] += 1
     if not allow_none and not (rows >= 0).any():
         counts = ", ".join(
-            f"{reason} {count:,}"
-            for reason, count in sorted(Counter(map(str, reasons)).items())
+            f"{reason} {count:,}" for reason, count in sorted(missing.items())
         )
         raise UsageError(
-            f"none of the {len(items):,} captioned images is in the index {root}"
+            f"none of the {len(items):,} captioned images is in the index {index.root}"
             f" ({counts}): the captions name, for example,"
             f" {display_path(os.fsencode(items[0].path))}, but the first image of the"
             f" index is {table['uri'][0].as_py()}; give the right base directory of the"
             " image paths"
         )
-    return MatchedRows(rows, tuple(reasons))
+    return rows, dict(sorted(missing.items()))
 
 
 def _keys(table: pa.Table) -> pa.ChunkedArray:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from edje_index.bundles.info import matching_bundle
-from edje_index.captions.matching import match_items, name_table, stored_captions
+from edje_index.captions.matching import match_items, stored_captions
 from edje_index.captions.reading import CaptionedImage, read_captions
 from edje_index.evaluation.pools import (
     full_set,
@@ -285,13 +285,13 @@ def evaluate(
 
     items = items_of(split)
     sources = token_sources(opened, precisions)
-    table = name_table(opened)
-    matched = match_items(opened.root, table, items)
-    used_items, used_rows = matched.indexed(items)
+    rows, missing = match_items(opened, items)
+    used_items = [item for item, row in zip(items, rows, strict=True) if row >= 0]
+    used_rows = rows[rows >= 0]
     inputs = {
         "images": len(items),
         "used": len(used_items),
-        "missing": matched.missing(),
+        "missing": missing,
         "captions": sum(len(item.captions) for item in items),
         "captions_used": sum(len(item.captions) for item in used_items),
     }
@@ -304,7 +304,7 @@ def evaluate(
             opened,
             eval_set,
             others,
-            match_items(opened.root, table, others, allow_none=True),
+            match_items(opened, others, allow_none=True)[0],
         )
     if queries is not None:
         eval_set = eval_set.subsampled(queries, seed)

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from edje_index.captions.matching import match_items, name_table
+from edje_index.captions.matching import match_items
 from edje_index.captions.reading import read_captions
 from edje_index.images.clips import is_clip
 from edje_index.images.decode import DEFAULT_MAX_PIXELS, decode_partial
@@ -356,7 +356,7 @@ def explain_index(
             compared.append(_open(against))
         items = read_captions(captions, images, split)
         matched = [
-            match_items(each.root, name_table(each), items).rows
+            match_items(each, items)[0]
             for each in (opened.committed for opened in compared)
         ]
         used = np.logical_and.reduce([its_rows >= 0 for its_rows in matched])

@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow.compute as pc
 from torch import Tensor
 
-from edje_index.captions.matching import MatchedRows
 from edje_index.captions.reading import CaptionedImage
 from edje_index.evaluation.recall import Pools, embedding_pools
 from edje_index.progress import OnProgress
@@ -126,14 +125,14 @@ def full_set(
     index: CommittedIndex,
     split: EvaluationSet,
     others: Sequence[CaptionedImage],
-    matched: MatchedRows,
+    rows: Ints,
 ) -> EvaluationSet:
     """Return the queries and candidates of the full-dataset protocol.
 
     Args:
         others: captioned images with additional captions. Captions that are already in
             `split` are left out.
-        matched: row of each image in `others`.
+        rows: row of each image in `others`; -1 for an image without a row.
     """
     # Candidates with equal scores keep their order. The captions of `others` come
     # before those of the split. If a wrong caption in `others` has the same text as the
@@ -142,7 +141,7 @@ def full_set(
     split_captions = set(zip(split.caption_rows.tolist(), split.captions, strict=True))
     added = [
         (caption, int(row))
-        for item, row in zip(others, matched.rows, strict=True)
+        for item, row in zip(others, rows, strict=True)
         for caption in item.captions
         if (int(row), caption) not in split_captions
     ]

@@ -19,8 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from edje_index.captions.matching import match_items
-from edje_index.captions.reading import CaptionedImage, read_captions
+from edje_index.captions.reading import read_captions
 from edje_index.images.decode import _FORMATS, decode_rgb
 from edje_index.inputs.names import IMAGE_SUFFIXES, join_sidecars
 from edje_index.inputs.refs import InputRef, read_bytes
@@ -29,7 +28,6 @@ from pipelines.sources import Listing, open_sources
 from pipelines.sources.base import listed_input
 from storage_formats.errors import UsageError
 from storage_formats.format.column_types import BYTES, NUMBER, TEXT, column_kind
-from storage_formats.format.rows import INDEXED
 from tests.caption_files import read_counted
 
 JPEG = b"\xff\xd8\xff"
@@ -456,21 +454,6 @@ def test_both_unicode_forms_of_a_name(tmp_path, name, stored, listed):
     # the name of the disk is the address
     ref = listed_input(given, os.fsencode(path.parent))
     assert (ref.problem, ref.path) == (None, os.fsencode(path))
-    rows = {
-        "row_id": [0, 1],
-        "uri": [f"{tmp_path}/z.zip!{path.name}", str(path)],
-        "uri_raw": pa.array([None, None], pa.binary()),
-        "status": [INDEXED] * 2,
-        "reason": pa.array([None, None], pa.string()),
-        "detail": pa.array([None, None], pa.string()),
-        "duplicate_of": pa.array([None, None], pa.int64()),
-    }
-    items = [
-        CaptionedImage(f"{folder}{given}", ("x",), None)
-        for folder in (f"{tmp_path}/z.zip!", f"{path.parent}/")
-    ]
-    matched = match_items(tmp_path, pa.table(rows), items)
-    assert matched.rows.tolist() == [0, 1]
 
 
 def test_the_exact_form_of_a_name_wins(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import unicodedata
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from edje_index.captions.matching import (
-    NAME_COLUMNS,
-    MatchedRows,
     match_items,
-    name_table,
     stored_captions,
 )
 from edje_index.captions.reading import CaptionedImage
@@ -25,7 +23,7 @@ from storage_formats.format.file_check import FileEntry
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex, Manifest, RowsFile
 from storage_formats.format.places import Directory
-from storage_formats.format.rows import read_all_rows, write_rows
+from storage_formats.format.rows import write_rows
 from tests.conftest import rows_path, write_arrays, write_random_index
 
 SPEC = IndexSpec(rows=11, shard_size=4, block_shape=(2, 8), embed_dim=4)
@@ -46,9 +44,9 @@ def index(tmp_path):
 
 def match(
     root: Path, wanted: list[CaptionedImage], *, allow_none: bool = False
-) -> MatchedRows:
-    table = read_all_rows(CommittedIndex.open(root), NAME_COLUMNS)
-    return match_items(root, table, wanted, allow_none=allow_none)
+) -> list[int]:
+    index = CommittedIndex.open(root)
+    return match_items(index, wanted, allow_none=allow_none)[0].tolist()
 
 
 def set_values(index: Path, row: int, **changes: object) -> None:
@@ -77,19 +75,18 @@ def test_rows_and_what_is_missing(index):
         "/photos/3.jpg",
         "/photos/3.jpg",
     )
-    matched = match(index, wanted)
-    assert matched.rows.tolist() == [10, 0, -1, -1, 3, 3]
-    assert matched.reasons == (None, None, "truncated", "not-in-index", None, None)
-    assert matched.missing() == {"not-in-index": 1, "truncated": 1}
-    assert match(index, wanted).rows.dtype == np.int64
+    rows, missing = match_items(CommittedIndex.open(index), wanted)
+    assert rows.tolist() == [10, 0, -1, -1, 3, 3]
+    assert missing == {"not-in-index": 1, "truncated": 1}
+    assert rows.dtype == np.int64
 
 
 def test_deleted_rows_are_not_called_unknown(index):
     delete_rows(index, rows=[0, 3])
     wanted = items("/photos/3.jpg", "/photos/9.jpg", "/photos/5.jpg", "/photos/99.jpg")
-    matched = match_items(index, name_table(CommittedIndex.open(index)), wanted)
-    assert matched.rows.tolist() == [-1, -1, 5, -1]
-    assert matched.reasons == ("deleted", "deleted", None, "not-in-index")
+    rows, missing = match_items(CommittedIndex.open(index), wanted)
+    assert rows.tolist() == [-1, -1, 5, -1]
+    assert missing == {"deleted": 2, "not-in-index": 1}
 
 
 def test_nothing_in_common_is_an_error_that_shows_both_sides(index):
@@ -100,8 +97,8 @@ def test_nothing_in_common_is_an_error_that_shows_both_sides(index):
         ),
     ):
         match(index, items("/else/1.jpg", "/else/2.jpg"))
-    assert match(index, items("/else/1.jpg"), allow_none=True).rows.tolist() == [-1]
-    assert match(index, [], allow_none=True).rows.tolist() == []
+    assert match(index, items("/else/1.jpg"), allow_none=True) == [-1]
+    assert match(index, [], allow_none=True) == []
 
 
 def test_names_in_every_script_and_in_bytes(index):
@@ -112,12 +109,12 @@ def test_names_in_every_script_and_in_bytes(index):
     wanted = items(
         "/photos/猫 é.jpg", strange, "/shards/a.tar!x/猫.jpg", "/photos/%FF.jpg"
     )
-    assert match(index, wanted).rows.tolist() == [2, 4, 5, -1]
+    assert match(index, wanted) == [2, 4, 5, -1]
 
 
 def test_the_first_of_two_rows_with_one_name(index):
     set_values(index, 8, uri="/photos/1.jpg")
-    assert match(index, items("/photos/1.jpg")).rows.tolist() == [1]
+    assert match(index, items("/photos/1.jpg")) == [1]
 
 
 def test_folders_may_be_links(index, tmp_path):
@@ -125,9 +122,19 @@ def test_folders_may_be_links(index, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "real")
     set_values(index, 7, uri=f"{tmp_path}/real/a.jpg")
     set_values(index, 8, uri=f"{tmp_path}/link/b.jpg")
-    assert match(
-        index, items(f"{tmp_path}/link/a.jpg", f"{tmp_path}/real/b.jpg")
-    ).rows.tolist() == [7, 8]
+    assert match(index, items(f"{tmp_path}/link/a.jpg", f"{tmp_path}/real/b.jpg")) == [
+        7,
+        8,
+    ]
+
+
+@pytest.mark.parametrize("stored", ["NFC", "NFD"])
+@pytest.mark.parametrize("listed", ["NFC", "NFD"])
+def test_both_unicode_forms_of_a_name(index, stored, listed):
+    for row, folder in ((2, "/photos/"), (3, "/photos/z.zip!")):
+        path = folder + "café Å が 한.jpg"
+        set_values(index, row, uri=unicodedata.normalize(stored, path))
+        assert match(index, items(unicodedata.normalize(listed, path))) == [row]
 
 
 def test_captions_of_the_index_belong_to_their_rows_whatever_their_names(tmp_path):
@@ -140,7 +147,6 @@ def test_captions_of_the_index_belong_to_their_rows_whatever_their_names(tmp_pat
         columns,
     )
     index = CommittedIndex.open(tmp_path / "index")
-    table = read_all_rows(index, NAME_COLUMNS)
     stored = stored_captions(index)
-    assert match_items(index.root, table, stored).rows.tolist() == [0, 1, 2]
-    assert match_items(index.root, table, items("a", "b")).rows.tolist() == [1, 0]
+    assert match_items(index, stored)[0].tolist() == [0, 1, 2]
+    assert match_items(index, items("a", "b"))[0].tolist() == [1, 0]
