@@ -49,6 +49,9 @@ _ZIP_METHODS = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED})
 # flags of a member of a zip
 _ENCRYPTED = 0x1
 _UTF8 = 0x800
+# The header of a member or of its entry in the list of members, up to the high byte of
+# the flags, which has the UTF-8 flag.
+_FLAGS = re.compile(rb"(PK(?:\x01\x02..|\x03\x04)...)(.)", re.DOTALL)
 # Number of bytes of a column that PyArrow reads at once. Without this setting, PyArrow
 # reads the whole column of a row group.
 _PARQUET_BUFFER = 1 << 20
@@ -87,8 +90,19 @@ class ZipArchive:
     def __init__(self, file: RangedFile) -> None:
         self._file = file
         with _named_damage("the list of members of the zip"):
-            self._archive = zipfile.ZipFile(file)
+            try:
+                self._archive = zipfile.ZipFile(file)
+            except UnicodeDecodeError:
+                # A name has the UTF-8 flag, but is not UTF-8.
+                self._archive = zipfile.ZipFile(RangedFile(self._plain, file.length))
         self._info_at = {info.header_offset: info for info in self._archive.infolist()}
+
+    def _plain(self, size: int, offset: int) -> bytes:
+        """Return bytes of the file. The entries in the list of members have no UTF-8
+        flag, so that `zipfile` decodes any name, as code page 437.
+        """
+        data = self._file.pread(size, offset)
+        return _FLAGS.sub(lambda entry: entry[1] + bytes([entry[2][0] & ~8]), data)
 
     def members(self) -> Iterator[Member]:
         """Yield the files in the order of the archive's list of members. No content
