@@ -263,15 +263,14 @@ class Command(click.Command):
         """
         name = argument.arg
         assert argument.annotation is not None
-        annotation = list(ast.walk(argument.annotation))
-        kinds = [node.id for node in annotation if isinstance(node, ast.Name)]
-        is_optional = any(getattr(node, "value", "") is None for node in annotation)
-        settings: dict[str, Any] = {"required": default is None and not is_optional}
+        annotation = ast.unparse(argument.annotation)
+        kinds = re.findall(r"\w+", annotation)
+        is_required = default is None and "None" not in kinds
+        settings: dict[str, Any] = {"required": is_required}
         for kind in filter(_TYPES.__contains__, kinds):
             settings["type"] = _TYPES[kind]
         if "Literal" in kinds:
-            values = (getattr(node, "value", None) for node in annotation)
-            settings["type"] = click.Choice([v for v in values if isinstance(v, str)])
+            settings["type"] = click.Choice(re.findall("'(.+?)'", annotation))
         # A default that is no literal is left to the function.
         with contextlib.suppress(ValueError):
             if default is not None and (value := ast.literal_eval(default)):

@@ -20,7 +20,7 @@ _DELETED_SHARE = 0.2
 
 if TYPE_CHECKING:
     from storage_formats.format.layout import IndexSpec
-    from storage_formats.format.manifest import CommittedIndex, Manifest
+    from storage_formats.format.manifest import CommittedIndex
 
 
 @command()
@@ -58,30 +58,49 @@ def describe_index(root: Path | str) -> Json:
     """Return a JSON object that describes a finished or unfinished index. Raises
     EdjeError if there is no index.
     """
-    if isinstance(root, Path) and (begun := _describe_begun(root)):
-        return begun
     from collections import Counter
     from dataclasses import asdict
 
     from edje_index.indexing.faiss_index import rebuild_reasons
+    from pipelines.jobs.plan import Plan
+    from storage_formats.format.journal import unfinished_journal
     from storage_formats.format.layout import FORMAT_VERSION
     from storage_formats.format.remote import open_index
+    from storage_formats.format.rows import ROW_SCHEMA, type_name
 
+    value: Json = {"index": str(root), "state": "begun", "unfinished": None}
+    if isinstance(root, Path) and (journal := unfinished_journal(root)):
+        finished = len(list(Layout(root).receipts.glob("*.json")))
+        value["unfinished"] = {"kind": journal.kind, "finished_shards": finished}
+        if not Layout(root).manifest.exists():
+            if journal.kind == "build" and journal.plan:
+                plan = Plan.parse(journal.plan)
+                value |= _describe_spec(plan.spec)
+                value |= {"model": plan.model, "plan": plan.fingerprint}
+                value["finished_shards"] = finished
+            return value
     index = open_index(root)
     manifest = index.manifest
     counts = manifest.counts
     bytes_by_folder: Counter[str] = Counter()
     for file in (*(file for _, file in index.shard_files()), *manifest.ann_files):
         bytes_by_folder[file.path.rpartition("/")[0]] += file.bytes
+    # The number of values is None for the standard columns.
+    columns = [
+        *((field.name, type_name(field.type), None) for field in ROW_SCHEMA),
+        *((each.name, each.type, each.values) for each in manifest.columns),
+    ]
     return {
-        "index": str(root),
+        **value,
         "state": "finished",
-        "unfinished": _unfinished(root) if isinstance(root, Path) else None,
         "snapshot": manifest.snapshot.number,
         "deleted": manifest.snapshot.deleted_rows,
         "counts": {**asdict(counts), "failed_total": counts.failed_total},
         **_describe_spec(manifest.spec),
-        "columns": _columns(manifest),
+        "columns": [
+            {"name": name, "type": kind, "values": values}
+            for name, kind, values in columns
+        ],
         "encoded_from": {
             name: list(sources) for name, sources in manifest.encoded_from.items()
         },
@@ -146,63 +165,6 @@ def _describe_spec(spec: IndexSpec) -> Json:
         "embed_dim": spec.embed_dim,
         "precisions": list(spec.precisions),
     }
-
-
-def _describe_begun(root: Path) -> Json | None:
-    """Return a JSON object that describes the unfinished index at `root`. Return None
-    if the index is finished, or if there is no index.
-    """
-    from pipelines.jobs.plan import Plan
-    from storage_formats.format.journal import unfinished_journal
-
-    if Layout(root).manifest.exists() or (journal := unfinished_journal(root)) is None:
-        return None
-    unfinished = _unfinished(root)
-    value: Json = {
-        "index": str(root),
-        "state": "begun",
-        "unfinished": unfinished,
-    }
-    if unfinished and journal.kind == "build" and journal.plan:
-        plan = Plan.parse(journal.plan)
-        value |= _describe_spec(plan.spec)
-        value |= {
-            "finished_shards": unfinished["finished_shards"],
-            "model": plan.model,
-            "plan": plan.fingerprint,
-        }
-    return value
-
-
-def _unfinished(root: Path) -> Json | None:
-    """Return the kind of the unfinished change of an index, and the number of shards
-    that it has finished. Return None if no change is unfinished.
-    """
-    from storage_formats.format.journal import unfinished_journal
-
-    journal = unfinished_journal(root)
-    if journal is None:
-        return None
-    receipts = Layout(root).receipts.glob("*.json")
-    return {"kind": journal.kind, "finished_shards": len(list(receipts))}
-
-
-def _columns(manifest: Manifest) -> list[Json]:
-    """Return the name, the type and the number of values of each column of the rows
-    table.
-
-    The number of values is None for the standard columns.
-    """
-    from storage_formats.format.rows import ROW_SCHEMA, type_name
-
-    standard = [
-        {"name": field.name, "type": type_name(field.type), "values": None}
-        for field in ROW_SCHEMA
-    ]
-    return standard + [
-        {"name": each.name, "type": each.type, "values": each.values}
-        for each in manifest.columns
-    ]
 
 
 def _shown(value: Json) -> Json:

@@ -95,9 +95,11 @@ def open_standard_streams() -> None:
 
 
 def finite(value: Any) -> Any:
-    """Return a JSON value in which None replaces NaN and infinity, because JSON cannot
-    represent these numbers.
+    """Return a JSON value in which None replaces arrays, and NaN and infinity, because
+    JSON cannot represent these numbers.
     """
+    if getattr(value, "ndim", 0):
+        return None
     if isinstance(value, dict):
         return {name: finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

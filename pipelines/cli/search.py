@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -319,22 +319,7 @@ def explain(job: Job, *, out: Path | None = None) -> Iterator[str]:
     page = explain_page(explanation)
     write_bytes_atomic(out, page.encode(errors="backslashreplace"))
     note(f"page: {out}")
-    # The JSON object leaves out the arrays that the page shows, such as attention maps.
-    of_match = ("query", "relevance", "score", "parts")
-    explained = [
-        {
-            "row_id": row.row_id,
-            "uri": row.uri,
-            "words": asdict(row.words),
-            "token_words": row.token_words,
-            "attention": row.no_attention,
-            "match": row.match
-            and {name: getattr(row.match, name) for name in of_match},
-        }
-        for row in explanation.rows
-    ]
-    value = asdict(replace(explanation, rows=()))
-    job.result = {**value, "rows": explained, "page": out}
+    job.result = {**asdict(explanation), "page": out}
     for row in explanation.rows:
         if row.match is not None:
             yield f"row {row.row_id}: {row.uri}"

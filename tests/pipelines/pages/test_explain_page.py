@@ -156,7 +156,7 @@ def test_maps_are_bright_where_a_query_looks(case, run, tmp_path, tiny_bundle):
     own transform.
     """
     page, result = explained(case, run, tmp_path, "2")
-    assert result["rows"][0]["attention"] == ""
+    assert result["rows"][0]["no_attention"] == ""
     bundle = ModelBundle.load(tiny_bundle)
     image = Image.open(result["rows"][0]["uri"]).convert("RGB")
     patches, _ = bundle.vision.encode(eval_transform(bundle.clip_config)(image)[None])
