@@ -242,14 +242,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise KeyboardInterrupt
 
     if is_process := arguments is None:
+        arguments = sys.argv[1:]
         open_standard_streams()
         own_process()
         # Shells start background commands of scripts with SIGINT ignored. In that case
         # SIGINT stays ignored.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, interrupt)
-    if arguments is None:
-        arguments = sys.argv[1:]
     arguments = list(arguments)
     if not arguments or arguments[0] == "help":
         arguments = [*arguments[1:], "--help"]

@@ -180,40 +180,41 @@ def search(
         empty = "no photo passes the filter"
     if min_relevance:
         empty = f"no hit has a relevance of {min_relevance:g}: lower --min-relevance"
-    if image is not None:
-        if choices:
-            rated = opened.search_texts(image, choices, k, pool, score=score)
-            better = [hit for hit in rated if hit.relevance >= min_relevance]
-            _print_hits(str(image), better, empty)
-        else:
-            hits = opened.search_image(image, k, where=where)
-            _print_hits(str(image), hits, empty)
-            if csv is not None:
-                _write_table(csv, [(str(image), hits)])
-        return
     # The page ranks all candidates, so the search has to return all of them.
     shown = k if html is None else pool or max(k, opened.default_pool)
-    answers = []
-    for start in range(0, len(query_texts), _QUERIES_AT_ONCE):
-        batch = query_texts[start : start + _QUERIES_AT_ONCE]
-        results = opened.search(batch, shown, pool, where=where)
-        for query, found in zip(batch, results, strict=True):
-            if queries is not None and not wants_json():
-                print_line(f"query: {query}")
+
+    def answers() -> Iterator[tuple[str, Any]]:
+        if image is not None and choices:
+            yield str(image), opened.search_texts(image, choices, k, pool, score=score)
+        elif image is not None:
+            yield str(image), opened.search_image(image, k, where=where)
+        for start in range(0, len(query_texts), _QUERIES_AT_ONCE):
+            batch = query_texts[start : start + _QUERIES_AT_ONCE]
+            yield from zip(
+                batch, opened.search(batch, shown, pool, where=where), strict=True
+            )
+
+    printed: list[tuple[str, Any]] = []
+    for query, found in answers():
+        if queries is not None and not wants_json():
+            print_line(f"query: {query}")
+        if choices:
+            kept = [hit for hit in found if hit.relevance >= min_relevance]
+        else:
             kept = found.at_least(min_relevance).first(k)
-            _print_hits(query, kept, empty, marks_weak=trained)
-            if csv is not None:
-                answers.append((query, kept))
+        _print_hits(query, kept, empty, marks_weak=trained and image is None)
+        if csv is not None:
+            printed.append((query, kept))
     if csv is not None:
-        _write_table(csv, answers)
+        _write_table(csv, printed)
     if html is not None:
         from pipelines.pages import search_page
         from storage_formats.atomic import write_bytes_atomic
 
         page = search_page(
             opened,
-            query_texts[0],
-            results[0],
+            query,
+            found,
             k,
             score,
             min_relevance,
@@ -247,7 +248,7 @@ def _print_hits(
     hits: Hits | list[TextHit],
     empty: str,
     *,
-    marks_weak: bool = False,
+    marks_weak: bool,
 ) -> None:
     """Print the hits of a query, or the message `empty` if there are none."""
     from edje_index.search.hits import Hits, TextHit

@@ -83,17 +83,13 @@ def serve(
     deadline = as_number(deadline, "deadline", 0.1, 3600)
     text = os.environ.get(_KEYS_VARIABLE)
     keys = re.findall(r"[^,\s]+", text or "")
-    if text is not None and not keys:
-        raise UsageError(
-            f"{_KEYS_VARIABLE} contains no API key; give one, or unset the variable"
-        )
-    if any(
+    if (text is not None and not keys) or any(
         len(key) < _MIN_KEY_LETTERS or not key.isascii() or not key.isprintable()
         for key in keys
     ):
         raise UsageError(
-            f"{_KEYS_VARIABLE} contains an invalid API key; a key has at least"
-            f" {_MIN_KEY_LETTERS} printable ASCII characters"
+            f"{_KEYS_VARIABLE} must hold API keys of at least {_MIN_KEY_LETTERS}"
+            " printable ASCII characters; change it, or unset it"
         )
     try:
         is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
