@@ -116,7 +116,15 @@ def build_ann(
         kind = AnnKind.choose(spec.used_rows, width, request.memory)
     else:
         kind = AnnKind.parse(request.ann, width)
-    kind.check_memory(spec.used_rows, width, request.memory)
+    need = kind.build_bytes(spec.used_rows, width)
+    if request.memory is not None and need > request.memory:
+        raise UsageError(
+            f"the nearest-neighbour index {kind.factory} of {spec.used_rows:,} rows"
+            f" needs {need:,} bytes of memory, but only {request.memory:,} are"
+            " available; provide more memory, split the index, or name a FAISS factory"
+            " with fewer parts",
+            parameter="ann",
+        )
     embeddings = IndexedEmbeddings(place, spec, list(spec.shard_numbers()))
     index = _trained(kind, embeddings, spec.used_rows)
     _fill(index, embeddings, on_progress)

@@ -15,12 +15,12 @@ The order of the fields is defined in `impl/index_write.cpp` and
 
 from __future__ import annotations
 
-import os
+import mmap
 import struct
-from typing import BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
+
+from storage_formats.arrays import Ints
 
 # FAISS's fast scan compares a query with 32 codes at once
 _BLOCK_VECTORS = 32
@@ -31,9 +31,9 @@ class FaissFileError(ValueError):
 
 
 def check_faiss_file(
-    file: BinaryIO, *, dimensions: int, vectors: int, rows: int
+    data: bytes | mmap.mmap, *, dimensions: int, vectors: int, rows: int
 ) -> None:
-    """Check the structure, sizes and ids of a FAISS file.
+    """Check the structure, sizes and ids of a FAISS file with the content `data`.
 
     Args:
         rows: number of rows of the index. Every id must be smaller than this number.
@@ -42,54 +42,63 @@ def check_faiss_file(
         FaissFileError: `build_ann` does not write this structure, or a size or an id
             does not belong to this index.
     """
-    fields = _Fields(file)
-    kind = fields.tag("IxM2", "IwFl", "IwPf")
-    _header(fields, dimensions, vectors)
-    if kind == "IxM2":
-        _flat(fields, dimensions, vectors)
-        fields.expect("Q", vectors)
-        fields.ids(vectors, limit=rows)
-    else:
-        _lists(fields, kind, dimensions, vectors, rows)
-    fields.end()
+    fields = _Fields(data)
+    try:
+        kind = fields.tag("IxM2", "IwFl", "IwPf")
+        _header(fields, dimensions, vectors)
+        if kind == "IxM2":
+            _flat(fields, dimensions, vectors)
+            fields.expect("Q", vectors)
+            fields.ids(vectors, limit=rows)
+        else:
+            _lists(fields, kind, dimensions, vectors, rows)
+        if fields.at != len(data):
+            raise ValueError(f"it has {len(data)} bytes instead of {fields.at}")
+    except (OverflowError, ValueError, struct.error) as error:
+        raise FaissFileError(
+            f"the FAISS file differs from those that `ann build` writes: {error}"
+        ) from error
 
 
 class _Fields:
-    """Reads the fields of a file in order. Raises FaissFileError for a size beyond
-    the end of the file.
+    """Reads the fields of a file in order, from the offset `at` on. An error is raised
+    for a field beyond the end of the file.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._left = file.seek(0, os.SEEK_END)
-        file.seek(0)
+    def __init__(self, data: bytes | mmap.mmap) -> None:
+        self._data = data
+        self.at = 0
 
     def numbers(self, form: str) -> tuple[int, ...]:
         """Read little-endian numbers of the `struct` format `form`."""
-        return struct.unpack(f"<{form}", self._read(struct.calcsize(f"<{form}")))
+        numbers = struct.unpack_from(f"<{form}", self._data, self.at)
+        self.at += struct.calcsize(f"<{form}")
+        return numbers
 
     def expect(self, form: str, *expected: int) -> None:
-        """Read numbers, and raise FaissFileError if they differ from `expected`."""
+        """Read numbers, and raise an error if they differ from `expected`."""
         if (numbers := self.numbers(form)) != expected:
-            raise FaissFileError(
-                f"the FAISS file has the sizes {numbers} instead of {expected}"
-                f" {self._place()}"
+            raise ValueError(
+                f"it has the sizes {numbers} instead of {expected} before byte"
+                f" {self.at}"
             )
 
     def tag(self, *accepted: str) -> str:
-        """Read the four-letter name of a structure. Raise FaissFileError if the
-        name is not in `accepted`.
+        """Read the four-letter name of a structure. Raise an error if the name is not
+        in `accepted`.
         """
-        name = self._read(4).decode("latin-1")
+        name = self._data[self.at : self.at + 4].decode("latin-1")
         if name not in accepted:
-            raise FaissFileError(
-                f"the FAISS file contains the structure {name!r} instead of"
-                f" {' or '.join(accepted)}"
+            raise ValueError(
+                f"it contains the structure {name!r} instead of {' or '.join(accepted)}"
             )
+        self.at += 4
         return name
 
-    def array(self, count: int) -> NDArray[np.int64]:
-        return np.frombuffer(self._read(8 * count), dtype="<i8")
+    def array(self, count: int) -> Ints:
+        values = np.frombuffer(self._data, "<i8", count, self.at)
+        self.at += values.nbytes
+        return values
 
     def ids(self, count: int, *, limit: int) -> None:
         """Read `count` ids, and check that each is at least 0 and below `limit`. FAISS
@@ -97,33 +106,10 @@ class _Fields:
         """
         ids = self.array(count)
         if count and (ids.min() < 0 or ids.max() >= limit):
-            raise FaissFileError(
-                f"the FAISS file contains ids from {ids.min()} to {ids.max()}, but ids"
-                f" must be in 0..{limit - 1}"
+            raise ValueError(
+                f"it contains ids from {ids.min()} to {ids.max()}, but ids must be in"
+                f" 0..{limit - 1}"
             )
-
-    def skip(self, length: int) -> None:
-        self._take(length)
-        self._file.seek(length, os.SEEK_CUR)
-
-    def end(self) -> None:
-        if self._left:
-            raise FaissFileError(f"the FAISS file has {self._left} bytes after its end")
-
-    def _read(self, length: int) -> bytes:
-        self._take(length)
-        return self._file.read(length)
-
-    def _take(self, length: int) -> None:
-        if not 0 <= length <= self._left:
-            raise FaissFileError(
-                f"the FAISS file ends {length - self._left} bytes too early"
-                f" {self._place()}"
-            )
-        self._left -= length
-
-    def _place(self) -> str:
-        return f"before byte {self._file.tell()}"
 
 
 def _header(fields: _Fields, dimensions: int, vectors: int) -> None:
@@ -139,7 +125,7 @@ def _flat(fields: _Fields, dimensions: int, vectors: int) -> None:
     fields.tag("IxFI")
     _header(fields, dimensions, vectors)
     fields.expect("Q", dimensions * vectors)
-    fields.skip(dimensions * vectors * 4)
+    fields.at += dimensions * vectors * 4
 
 
 def _lists(
@@ -150,10 +136,7 @@ def _lists(
     """
     lists, probes = fields.numbers("QQ")
     if not probes:
-        raise FaissFileError(
-            "the number of inverted lists to search in the FAISS file is 0, but must be"
-            " at least 1"
-        )
+        raise ValueError("it has 0 inverted lists to search, but must have at least 1")
     # the centroids
     _flat(fields, dimensions, lists)
     # the file must not have a map from ids to positions in the lists
@@ -167,7 +150,7 @@ def _lists(
         # comparison at the end of this function raises an error.
         if sum(lengths) == vectors:
             for length in lengths:
-                fields.skip(length * 4 * dimensions)
+                fields.at += length * 4 * dimensions
                 fields.ids(length, limit=rows)
         total = sum(lengths)
     else:
@@ -178,19 +161,15 @@ def _lists(
         code_bytes = -(-parts // 2)
         values = 16 * dimensions
         if not parts or dimensions % parts:
-            raise FaissFileError(
-                f"the quantizer in the FAISS file cannot split {dimensions} dimensions"
-                f" into {parts} parts"
+            raise ValueError(
+                f"its quantizer cannot split {dimensions} dimensions into {parts} parts"
             )
         if settings != (
             *(0, code_bytes, _BLOCK_VECTORS, 2 * code_bytes, 0, 0),
             *(dimensions, parts, 4, values),
         ):
-            raise FaissFileError(
-                "the FAISS file has other settings of codes than those that `ann build`"
-                " writes"
-            )
-        fields.skip(values * 4)
+            raise ValueError(f"it has other settings of codes: {settings}")
+        fields.at += values * 4
         fields.tag("ilbl")
         block_bytes = _BLOCK_VECTORS * code_bytes
         fields.expect("QqQQ", lists, -1, _BLOCK_VECTORS, block_bytes)
@@ -199,12 +178,10 @@ def _lists(
             fields.ids(length, limit=rows)
             list_bytes = -(-length // _BLOCK_VECTORS) * block_bytes
             fields.expect("Q", list_bytes)
-            fields.skip(list_bytes)
+            fields.at += list_bytes
             total += length
     if total != vectors:
-        raise FaissFileError(
-            f"the number of vectors in the FAISS file is {total} instead of {vectors}"
-        )
+        raise ValueError(f"it has {total} vectors instead of {vectors}")
 
 
 def _list_lengths(fields: _Fields, lists: int) -> list[int]:
@@ -219,7 +196,7 @@ def _list_lengths(fields: _Fields, lists: int) -> list[int]:
     if count % 2 or (
         pairs.size and (pairs[:, 0].min() < 0 or pairs[:, 0].max() >= lists)
     ):
-        raise FaissFileError("the FAISS file contains wrong numbers of inverted lists")
+        raise ValueError("it contains wrong numbers of inverted lists")
     lengths = np.zeros(lists, dtype=np.int64)
     lengths[pairs[:, 0]] = pairs[:, 1]
     return [int(length) for length in lengths]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import mmap
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -119,26 +120,14 @@ class AnnKind:
                 with one sub-vector per 2 values needs more than this, the kind with one
                 sub-vector per 4 values is chosen, even if that kind needs more too.
         """
-        kinds = cls.defaults(rows, width)
-        fitting = (
-            kind
-            for kind in kinds
-            if memory is None or kind.build_bytes(rows, width) <= memory
-        )
-        return next(fitting, kinds[-1])
-
-    @classmethod
-    def defaults(cls, rows: int, width: int) -> list[AnnKind]:
-        """Return the kinds among which `choose` chooses by memory. The first kind needs
-        the most memory.
-        """
         lists = 0 if rows <= FLAT_LIMIT else math.isqrt(rows)
-        sizes = (
-            [width // values for values in (2, 4) if not width % values]
-            if rows > VECTOR_LIMIT
-            else []
-        )
-        return [cls(lists, sub_vectors) for sub_vectors in sizes or [0]]
+        kind = cls(lists)
+        for values in (2, 4):
+            if rows > VECTOR_LIMIT and not width % values:
+                kind = cls(lists, width // values)
+                if memory is None or kind.build_bytes(rows, width) <= memory:
+                    break
+        return kind
 
     @property
     def name(self) -> str:
@@ -152,20 +141,6 @@ class AnnKind:
         """FAISS factory string of the kind."""
         codes = f"PQ{self.sub_vectors}x4fs" if self.sub_vectors else "Flat"
         return f"IVF{self.lists},{codes}" if self.lists else codes
-
-    def check_memory(self, rows: int, width: int, memory: int | None) -> None:
-        """Raise UsageError if a build with `rows` embeddings of `width` values
-        needs more than `memory` bytes.
-        """
-        need = self.build_bytes(rows, width)
-        if memory is not None and need > memory:
-            raise UsageError(
-                f"the nearest-neighbour index {self.factory} of {rows:,} rows needs"
-                f" {need:,} bytes of memory, but only {memory:,} are available; provide"
-                " more memory, split the index, or name a FAISS factory with fewer"
-                " parts",
-                parameter="ann",
-            )
 
     def vector_bytes(self, width: int) -> int:
         """Return the number of bytes that one vector and its id take in the FAISS
@@ -242,12 +217,11 @@ def open_part(root: Path, spec: IndexSpec, file: dict[str, Any]) -> FaissIndex:
     try:
         with open_committed(root, entry) as opened:
             check_faiss_file(
-                opened,
+                mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ),
                 dimensions=spec.embed_dim,
                 vectors=int(file["vectors"]),
                 rows=spec.rows,
             )
-            opened.seek(0)
             return module.read_index(
                 module.PyCallbackIOReader(opened.read, PIECE_BYTES)
             )
@@ -289,12 +263,9 @@ class AnnIndex:
             self._parts.append(flat)
         self.live: NDArray[np.uint8] | None = None
         if len(index.deleted):
-            row_ids = index.deleted.row_ids
-            self.live = np.full(-(-spec.rows // 8), 0xFF, dtype=np.uint8)
-            # clear the bits of deleted rows
-            np.bitwise_and.at(
-                self.live, row_ids // 8, ~np.left_shift(1, row_ids % 8).astype(np.uint8)
-            )
+            is_live = np.ones(spec.rows, dtype=np.bool_)
+            is_live[index.deleted.row_ids] = False
+            self.live = np.packbits(is_live, bitorder="little")
         probes = manifest.ann.get("probes")
         self._probes = None if probes is None else max(1, int(probes))
         candidates = manifest.ann.get("candidates", CANDIDATES_PER_NEIGHBOUR[0])
@@ -477,11 +448,12 @@ def nearest(
         wanted = min(k + 1 if exact else k * candidates, int(part.ntotal))
         if not wanted:
             continue
-        inner = module.downcast_index(part.index) if hasattr(part, "id_map") else part
-        if isinstance(inner, module.IndexIVF):
-            lists = min(probes or int(inner.nprobe), int(inner.nlist))
-            parameters = module.SearchParametersIVF(nprobe=lists, sel=selector)
-        else:
+        parameters = None
+        if lists := count_lists(part):
+            parameters = module.SearchParametersIVF(
+                nprobe=min(probes or int(part.nprobe), lists), sel=selector
+            )
+        elif selector is not None:
             parameters = module.SearchParameters(sel=selector)
         with _threads_for(queries):
             part_scores, part_rows = part.search(queries, wanted, params=parameters)

