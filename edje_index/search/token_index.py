@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
-import pyarrow as pa
 import torch
 
-import edje_index
 from edje_index.bundles.info import matching_bundle
 from edje_index.fetching.device_fetcher import DeviceFetcher
 from edje_index.indexing.faiss_index import AnnIndex
@@ -50,7 +48,6 @@ from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.remote import open_index, reopen_index
-from storage_formats.format.tombstones import RowIds
 from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.remote.urls import IndexLocation
 from storage_formats.token_store import TokenStore
@@ -227,22 +224,6 @@ class TokenIndex:
             if current is not self:
                 self._open(current.committed, current.precision)
             return self.manifest.snapshot.number
-
-    def set_columns(
-        self, row_ids: RowIds, columns: pa.Table | Mapping[str, Sequence[Any]]
-    ) -> None:
-        """Set values of columns, see `edje_index.set_columns`, and refresh this
-        object.
-
-        Examples:
-            >>> from edje_index import TokenIndex
-            >>> index = TokenIndex.open("photos.edje")
-            >>> index.set_columns([0], {"title": ["The lake"]})
-            >>> len(index.search("a dog", where="title = 'The lake'"))
-            1
-        """
-        edje_index.set_columns(self.committed.location, row_ids, columns)
-        self.refresh()
 
     def at_current_snapshot(self) -> TokenIndex:
         """Return this object, or a new object if the index has changed. The new object
