@@ -31,16 +31,14 @@ from edje_index import (
 )
 from storage_formats import DeletedRowError, IndexWriter, TokenStore
 from storage_formats.remote.objects import ObjectFolder
-from tests.conftest import same_bits
+from tests.conftest import same_bits, write_arrays
 
 SHAPE = (4, 32)
 BLOCKS = np.random.default_rng(0).standard_normal((20, *SHAPE)).astype(np.float32)
 
 
 def write(root: Path, rows: int = 20) -> None:
-    writer = IndexWriter.create(root, block_shape=SHAPE, embed_dim=8, shard_size=8)
-    with writer:
-        writer.append(BLOCKS[:rows], BLOCKS[:rows, 0, :8])
+    write_arrays(root, BLOCKS[:rows], BLOCKS[:rows, 0, :8], shard_size=8)
 
 
 def error_classes() -> list[type[BaseException]]:

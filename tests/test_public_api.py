@@ -32,7 +32,7 @@ from storage_formats import (
     TokenStore,
     UsageError,
 )
-from tests.conftest import REPO
+from tests.conftest import REPO, write_arrays
 from tests.edje_index.published_cases import Case, write_case
 
 PACKAGES = ["storage_formats", "edje_index", "pipelines"]
@@ -89,13 +89,11 @@ def files(tmp_path_factory, tiny_bundle):
         engine="inline",
         threads=1,
     )
-    with IndexWriter.create(
-        folder / "pages.edje", block_shape=(4, 16), embed_dim=8
-    ) as writer:
-        writer.append(
-            rng.standard_normal((30, 4, 16), np.float32),
-            rng.standard_normal((30, 8), np.float32),
-        )
+    write_arrays(
+        folder / "pages.edje",
+        rng.standard_normal((30, 4, 16), np.float32),
+        rng.standard_normal((30, 8), np.float32),
+    )
     edje_index.add_ann(folder / "pages.edje")
     # the tower of the model above
     write_case(folder, Case(vision_dim=32, vision_heads=2))

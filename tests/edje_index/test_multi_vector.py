@@ -10,6 +10,7 @@ import torch
 
 from edje_index import IndexWriter, LateInteractionSearch, add_ann
 from storage_formats import UsageError
+from tests.conftest import write_arrays
 
 slow = pytest.mark.slow
 
@@ -43,8 +44,9 @@ def test_a_filter_limits_the_candidates(tmp_path):
     rng = np.random.default_rng(0)
     blocks = rng.standard_normal((30, 4, 8), dtype=np.float32)
     embeddings = rng.standard_normal((30, 8), dtype=np.float32)
-    with IndexWriter.create(tmp_path / "i", block_shape=(4, 8), embed_dim=8) as writer:
-        writer.append(blocks, embeddings, {"width": [row % 3 for row in range(30)]})
+    write_arrays(
+        tmp_path / "i", blocks, embeddings, {"width": [row % 3 for row in range(30)]}
+    )
     add_ann(tmp_path / "i")
     search = LateInteractionSearch.open(tmp_path / "i")
     for candidates in ({"embedding": embeddings[4]}, {"row_ids": range(30)}):
@@ -77,10 +79,8 @@ def test_a_multi_vector_encoder_of_sentence_transformers(tmp_path):
         HierarchicalTokenPooling(max(1, (len(each) - 1) / (m - 1))).pool_one(each.cpu())
         for each in documents
     ]
-    with IndexWriter.create(
-        tmp_path / "i", block_shape=(m, query.shape[1]), embed_dim=query.shape[1]
-    ) as writer:
-        writer.append(pooled, np.stack([each.mean(dim=0) for each in pooled]), texts)
+    means = np.stack([each.mean(dim=0) for each in pooled])
+    write_arrays(tmp_path / "i", pooled, means, texts, block_shape=(m, query.shape[1]))
     search = LateInteractionSearch.open(tmp_path / "i")
     hits = search.search(query.cpu(), k=5, row_ids=search.store.row_ids())
     stored = [each.bfloat16().float() for each in pooled]

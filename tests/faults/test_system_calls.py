@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 
 from edje_index import copy_index, delete_rows
-from storage_formats import EdjeError, IndexWriter, TokenStore, verify_index
+from storage_formats import EdjeError, TokenStore, verify_index
 from storage_formats.errors import CorruptIndexError
 from storage_formats.reading import engines
 from storage_formats.system_calls import MissingCallError
-from tests.conftest import REPO
+from tests.conftest import REPO, write_arrays
 
 SHAPE = (4, 32)
 BLOCKS = np.random.default_rng(0).standard_normal((12, *SHAPE)).astype(np.float32)
@@ -32,9 +32,7 @@ LACKS = [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP]
 
 
 def write(root: Path) -> None:
-    writer = IndexWriter.create(root, block_shape=SHAPE, embed_dim=8, shard_size=8)
-    with writer:
-        writer.append(BLOCKS, BLOCKS[:, 0, :8])
+    write_arrays(root, BLOCKS, BLOCKS[:, 0, :8], shard_size=8)
 
 
 def use_all(folder: Path) -> None:

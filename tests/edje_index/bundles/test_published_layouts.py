@@ -181,6 +181,9 @@ def check_golden(model: Any, name: str) -> None:
     model.joint.tokenizer.canonical = False
     scores = model.joint.score(case["captions"], expected["adapter_output"])
     torch.testing.assert_close(scores, expected["logits"], atol=TOLERANCE, rtol=0)
+    inputs = model.joint.tokenizer.inputs(case["captions"], tokens.shape[1])
+    for field in ("input_ids", "token_type_ids", "attention_mask"):
+        assert torch.equal(getattr(inputs, field), expected[field])
 
 
 @pytest.mark.parametrize(
@@ -213,6 +216,10 @@ def test_every_layout_gives_the_golden_outputs(hub, tmp_path, layout, name):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_bytes(data)
     check_golden(load_published_checkpoint(folder), name)
+    case = json.loads((GOLDEN / name / "case.json").read_text())
+    named = {key: case[key] for key in ("vision_heads", "layer_norm_eps")}
+    files = (GOLDEN / name / "checkpoint.pth", GOLDEN / name / "tokenizer")
+    check_golden(load_published_checkpoint(*files, **named), name)
     weights = next(
         file
         for file in hub.repositories["authors/edje"]
