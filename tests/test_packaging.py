@@ -106,8 +106,7 @@ def built(tmp_path_factory):
         folder=folder,
     )
     sdist = next((folder / "dist").glob("*.tar.gz"))
-    wheel = next((folder / "dist").glob("*.whl"))
-    return sdist, wheel
+    return sdist, next((folder / "dist").glob("*.whl"))
 
 
 @pytest.mark.slow

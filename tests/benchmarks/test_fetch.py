@@ -95,7 +95,7 @@ def test_no_deleted_row_is_fetched(index, tmp_path):
         assert "problem" not in results["warm"]
 
 
-def test_a_run_is_repeated_by_the_command_of_its_row(index, run, tmp_path):
+def test_a_run_is_repeated_by_the_command_of_its_row(index):
     """In the directory of the index; also by what is no process of the harness."""
     arguments = [index.name, "copies", "bf16", [200, 100, 100, False], "np.memmap", 0]
     words = ["-m", "benchmarks.harness", "benchmarks.fetch:measure"]

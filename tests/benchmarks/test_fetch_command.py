@@ -24,8 +24,7 @@ def test_everything_on_an_index(index, run, tmp_path):
         "bench", "fetch", index, "--quick", "--report", tmp_path / "r", "--json"
     )
     assert code == 0, err
-    report = json.loads(out)
-    rows = report["rows"]
+    rows = json.loads(out)["rows"]
     assert {row["group"] for row in rows} == {"bf16", "fp8"}
     assert any(" 100 per call" in row["table"] for row in rows)
     for row in rows:

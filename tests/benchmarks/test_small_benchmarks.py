@@ -53,8 +53,7 @@ def test_a_model_that_costs_nothing_encodes_what_a_build_stores(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ImageEncoder, "encode", ImageEncoder.encode)
     make_photos(tmp_path / "photos", 3)
-    sizes = asdict(TINY)
-    given = [1, "model", sizes, str(tmp_path / "photos"), 5, "cpu", True]
+    given = [1, "model", asdict(TINY), str(tmp_path / "photos"), 5, "cpu", True]
     (result,) = build.measure("inline", *given)
     values = result["values"]
     assert values["photos/s"] > 0

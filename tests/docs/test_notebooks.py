@@ -47,8 +47,7 @@ def pictures(notebook) -> int:
 
 
 def test_explore_an_index(template, monkeypatch):
-    notebook = executed(FOLDER / "explore.ipynb", template, monkeypatch)
-    text = printed(notebook)
+    text = printed(executed(FOLDER / "explore.ipynb", template, monkeypatch))
     assert "1100 rows; (4, 16)" in text
     assert "'failed': 1" in text
     assert "not-an-image" in text

@@ -40,8 +40,7 @@ def contents(location):
 
 def build(out: Path | str, model: Path) -> list[Path | str]:
     sizes = ["--shard-size", "4", "--batch-size", "4", "--threads", "1", "--dedupe"]
-    sources = "s3://bucket/photos"
-    return ["build", sources, "--out", out, "--model", model, *sizes]
+    return ["build", "s3://bucket/photos", "--out", out, "--model", model, *sizes]
 
 
 def test_two_machines_without_a_common_directory(tmp_path, monkeypatch):

@@ -68,8 +68,7 @@ def error_of(root, name, other="bf16"):
 def test_quantize_subtracts_the_mean_of_stored_rows(root):
     quantize_index(root, ["nvfp4", "gauss2"])
     assert verify_index(root) == []
-    manifest = Manifest.load(root)
-    assert manifest.spec.offset.precisions == ("nvfp4", "gauss2")
+    assert Manifest.load(root).spec.offset.precisions == ("nvfp4", "gauss2")
     plain = codec("nvfp4", SHAPE)
     exact = TokenStore.open(root, "bf16").fetch(range(50))
     difference = plain.decode(plain.encode(exact)).astype(np.float32) - exact.astype(
@@ -95,8 +94,7 @@ def test_stock_readers_find_the_offset(root):
     np.testing.assert_array_equal(offset, read)
     exact = TokenStore.open(root, "bf16").fetch(range(50)).astype(np.float64)
     np.testing.assert_array_equal(offset, exact.mean(axis=0).astype(np.float32))
-    entry = codec("sign1", SHAPE, offset)
-    decoded = entry.decode(np.asarray(array[...]))
+    decoded = codec("sign1", SHAPE, offset).decode(np.asarray(array[...]))
     assert same_bits(decoded, TokenStore.open(root, "sign1").fetch(range(50)))
 
 

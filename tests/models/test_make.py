@@ -150,8 +150,7 @@ def test_the_trained_model_is_the_one_that_open_clip_and_the_bundle_use(
     assert all(name.startswith((*heads, "logit_scale")) for name in changed)
 
     clip, config = load_clip(f"local-dir:{tmp_path / 'model'}")
-    tower = vision_tower(clip.visual, config.embed_dim)
-    assert tower.image_size == (64, 64)
+    assert vision_tower(clip.visual, config.embed_dim).image_size == (64, 64)
     texts = TextTower(clip, text_tokenizer(config, tmp_path / "model")).encode(
         [c for i in items for c in i.captions]
     )

@@ -131,8 +131,7 @@ def test_all_changes_give_the_same_index_as_in_a_directory(tmp_path, folder):
             assert change(URL).already_finished
         assert contents(URL) == contents(local)
         assert verify_index(URL) == []
-        left = {key for key in folder.list_sizes() if key.startswith("build/")}
-        assert left == set()
+        assert {key for key in folder.list_sizes() if key.startswith("build/")} == set()
     kinds = [[entry.kind for entry in history(each)] for each in (URL, local)]
     assert kinds[0] == kinds[1]
     assert list((tmp_path / "cache" / "scratch").iterdir()) == []
@@ -274,7 +273,7 @@ def check_cuts(name, index, folder, monkeypatch, *, step):
     assert len(states) >= 2
 
 
-def test_only_one_process_changes_an_index(index, folder, monkeypatch):
+def test_only_one_process_changes_an_index(index, folder):
     copy_index(index, URL)
     entered = threading.Event()
     go_on = threading.Event()

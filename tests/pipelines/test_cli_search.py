@@ -86,8 +86,7 @@ def test_hits_as_a_table_for_spreadsheets(run, tmp_path, name):
     ]
     found = [row["captions"] for row in rows if row["captions"]]
     assert found == ["; ".join(captions) if name == "hits.csv" else captions] * 3
-    image = photo(root, 0)
-    code, _, err = run(*words, "--image", image, "--csv", tmp_path / name)
+    code, _, err = run(*words, "--image", photo(root, 0), "--csv", tmp_path / name)
     assert code == 0, err
 
 
@@ -114,8 +113,7 @@ def test_weak_matches_are_marked_or_left_out(run, tmp_path):
     rows = [hit["row_id"] for hit in answer["hits"]]
     (strong,) = hits_of(run, *command, "--min-relevance", "0.5")
     assert [hit["row_id"] for hit in strong["hits"]] == rows[:3]
-    index = TokenIndex.open(root, bundle)
-    found = index.search("a red canoe", k=5, min_relevance=0.5)
+    found = TokenIndex.open(root, bundle).search("a red canoe", k=5, min_relevance=0.5)
     assert [hit.row_id for hit in found] == rows[:3]
     assert min(hit.relevance for hit in found) >= 0.5
     code, out, err = run(*command, "--min-relevance", "1", "--html", tmp_path / "p")
@@ -218,8 +216,7 @@ def test_options_of_a_text_search(run, root):
         4,
     ]
     (exact,) = hits_of(run, *command)
-    plain = run(*command)
-    assert plain[1].splitlines()[0].split() == ["relevance", "row", "image"]
+    assert run(*command)[1].splitlines()[0].split() == ["relevance", "row", "image"]
     assert exact["hits"] == hits_of(run, *command, "--precision", "bf16")[0]["hits"]
     (rounded,) = hits_of(run, *command, "--dtype", "bfloat16")
     assert [hit["score"] for hit in rounded["hits"]] != [

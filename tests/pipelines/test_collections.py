@@ -173,8 +173,7 @@ def test_the_table_of_an_image_folder_gives_columns(config, photos, kind):
     (photos / "00.txt").write_text("a caption beside")
     events: list[Any] = []
     request = config()
-    result = run_build(request, events.append)
-    assert result.ignored["(metadata without a file)"] == 1
+    assert run_build(request, events.append).ignored["(metadata without a file)"] == 1
     table = read_rows(request.out, columns=["uri", "text", "stars", "captions"])
     found = {Path(row.pop("uri")).name: row for row in table.to_pylist()}
     assert found["00.jpg"] == {
@@ -205,7 +204,7 @@ def test_a_build_says_which_column_holds_the_captions(config, photos, name):
         assert described[0][1] == {name: "a dog"}
 
 
-def test_a_corrected_list_is_read_again(config, photos, run):
+def test_a_corrected_list_is_read_again(config, photos):
     path = photos / "list.txt"
     path.write_text("".join(f"wrong/{name}.jpg\n" for name in range(6)))
     request = config(sources=str(path))

@@ -48,7 +48,7 @@ def test_large_files_are_sent_in_parts(tmp_path, url, proxy):
     check_equal(tmp_path / "large", url)
 
 
-def test_of_two_writers_one_wins(index, other, tmp_path):
+def test_of_two_writers_one_wins(index, other):
     for _ in range(5):
         url = f"s3://bucket/race-{next(numbers)}.edje"
         errors: list[Exception] = []
@@ -76,7 +76,7 @@ def test_of_two_writers_one_wins(index, other, tmp_path):
         )
 
 
-def test_a_killed_copy_leaves_no_index_and_is_resumed(index, url, tmp_path, proxy):
+def test_a_killed_copy_leaves_no_index_and_is_resumed(index, url, proxy):
     proxy.fault = every(1, "slow")
     for requests in (3, 9):
         stop = proxy.count("PUT", "") + requests

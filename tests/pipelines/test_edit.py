@@ -45,8 +45,7 @@ def column(root: Path, name: str) -> dict[int, object]:
 
 
 def passing(root: Path, where: str) -> list[int]:
-    rows = IndexRows(CommittedIndex.open(root))
-    return np.flatnonzero(rows.passing(where)).tolist()
+    return np.flatnonzero(IndexRows(CommittedIndex.open(root)).passing(where)).tolist()
 
 
 def test_values_that_all_rows_share_are_read_filtered_and_edited(tmp_path):

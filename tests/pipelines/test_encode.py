@@ -94,8 +94,7 @@ def test_an_index_names_the_processors_of_its_tokens(config, photos, monkeypatch
     assert warnings == [
         "the last bits of the tokens differ between GPU 2 and another GPU"
     ], "once"
-    shown = _shown(describe_index(request.out))
-    assert shown["encoded on"] == ["GPU 2", "another GPU"]
+    assert _shown(describe_index(request.out))["encoded on"] == ["GPU 2", "another GPU"]
 
 
 @pytest.fixture

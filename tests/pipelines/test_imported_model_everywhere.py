@@ -105,8 +105,7 @@ def llama_index(index: TokenIndex, _: Path) -> Ratings:
 )
 def test_relevance_is_the_logistic_function_of_the_logit(index, tmp_path, rated):
     bundle = ModelBundle.load(index.model.info.path)
-    blocks = index.store.fetch(range(ROWS))
-    tokens = torch.from_numpy(blocks.astype("float32"))
+    tokens = torch.from_numpy(index.store.fetch(range(ROWS)).astype("float32"))
     logits = bundle.joint.score([QUERY] * ROWS, tokens)
     expected = dict(enumerate(torch.sigmoid(logits).tolist()))
     result = rated(index, tmp_path)

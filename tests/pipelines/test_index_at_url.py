@@ -63,9 +63,7 @@ def flipped(data: bytes, offset: int) -> bytes:
     return data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :]
 
 
-def test_an_index_returns_unchanged_and_only_changes_are_copied(
-    index, tmp_path, folder
-):
+def test_an_index_returns_unchanged_and_only_changes_are_copied(index, folder):
     result = copy_index(index, URL)
     assert result.copied_files == result.files
     assert copy_index(index, URL).copied_files == 0
@@ -80,9 +78,7 @@ def test_an_index_returns_unchanged_and_only_changes_are_copied(
     check_equal(index, f"{URL}-2")
 
 
-def test_another_index_is_refused_or_replaced_on_request(
-    index, other, tmp_path, folder
-):
+def test_another_index_is_refused_or_replaced_on_request(index, other, folder):
     copy_index(other, URL)
     with pytest.raises(
         UsageError,
@@ -136,7 +132,7 @@ def test_one_writer_at_a_time(index, other, folder):
     assert CLAIM not in folder.list_sizes()
 
 
-def test_a_commit_never_takes_the_place_of_another(index, other, tmp_path, folder):
+def test_a_commit_never_takes_the_place_of_another(index, other, folder):
     with begin_remote_copy(CommittedIndex.open(index), URL) as begun:
         put("index.json", (other / "index.json").read_bytes())
         with pytest.raises(EdjeError, match="another writer changed"):
@@ -163,8 +159,7 @@ def test_damage_is_not_copied(index, tmp_path, folder):
     copy_index(index, URL)
     key = rows_path(index).relative_to(index).as_posix()
     damaged = flipped((index / key).read_bytes(), 40)
-    info = folder.info(key)
-    put(key, damaged, **info.metadata)
+    put(key, damaged, **folder.info(key).metadata)
     with pytest.raises(
         CorruptIndexError,
         match=f"{key} is not the file that was committed .*verify the index",

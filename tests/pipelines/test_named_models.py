@@ -49,7 +49,7 @@ def hub(tmp_path, monkeypatch):
         yield hub
 
 
-def test_the_authors_model_by_name(hub, tmp_path, capsys, run):
+def test_the_authors_model_by_name(hub, tmp_path, run):
     """From the name to a search; the second use downloads nothing."""
     for seed in range(3):
         write_photo(tmp_path / "photos" / f"{seed}.jpg", seed)
@@ -68,8 +68,7 @@ def test_the_authors_model_by_name(hub, tmp_path, capsys, run):
     for hit in hits:
         relevance = 1 / (1 + np.exp(-hit["parts"]["logit"]))
         assert hit["relevance"] == pytest.approx(relevance, abs=1e-6)
-    opened = TokenIndex.open(index)
-    assert opened.default_pool == 50, "the largest pool of the paper"
+    assert TokenIndex.open(index).default_pool == 50, "the largest pool of the paper"
 
 
 def test_towers_by_name_search_by_embedding(hub, tmp_path):

@@ -331,8 +331,7 @@ def test_an_estimate_agrees_with_the_build_and_writes_nothing(config, tmp_path):
     assert tree(tmp_path) == before
     stop_after_one_shard(run_build, request)
     stopped = tree(request.out)
-    again = run_build(config(dedupe=True, dry_run=True))
-    assert again.estimate["finished_shards"] == 1
+    assert run_build(config(dedupe=True, dry_run=True)).estimate["finished_shards"] == 1
     assert tree(request.out) == stopped
     result = run_build(request)
     for name in ("inputs", "duplicates", "rows", "shards"):

@@ -63,7 +63,7 @@ def count_gpus(*_):
     return machine_gpus()
 
 
-def test_workers_share_the_gpus_of_this_machine(tmp_path):
+def test_workers_share_the_gpus_of_this_machine():
     """Ray does not look for the GPUs that it is told of."""
     results = run_on_ray(
         lambda: count_gpus,

@@ -111,8 +111,7 @@ def test_a_build_and_an_append_store_typed_columns(run, tmp_path, listed, tiny_b
 
 
 def scan(*specs: Path) -> tuple[list[InputRef], dict[str, int]]:
-    sources = open_sources(map(str, specs))
-    listing = Listing(sources, ignore, never)
+    listing = Listing(open_sources(map(str, specs)), ignore, never)
     return list(listing), listing.ignored
 
 

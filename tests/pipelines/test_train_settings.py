@@ -164,8 +164,7 @@ def test_the_command_of_the_model_card_means_what_its_options_meant():
         Path(__file__).parents[2] / "models/flickr8k-dinov2-small/MODEL_CARD.md"
     ).read_text()
     command = card.partition("edje-index train ")[2].partition("\n    python -m")[0]
-    arguments = command.replace("\\\n", " ").split()
-    context = train.make_context("train", arguments)
+    context = train.make_context("train", command.replace("\\\n", " ").split())
     given = dict(context.params)
     del given["show_settings"]
     sources = (given.pop("preset"), given.pop("config_file"), given.pop("assignments"))

@@ -434,7 +434,7 @@ def test_a_stopped_update_resumes(built, photos, config):
     assert contents(built) == contents(built.with_name("fresh"))
 
 
-def test_a_stopped_update_starts_anew_if_the_sources_change(built, photos, config):
+def test_a_stopped_update_starts_anew_if_the_sources_change(built, photos):
     for seed in range(30, 40):
         write_photo(photos / f"{seed}.jpg", seed)
     stop_in_mid_update(built, 22)
@@ -541,8 +541,7 @@ def test_a_retry_keeps_deleted_and_excluded_members_of_an_archive_out(
     whole = path.read_bytes()
     os.truncate(path, end)
     root = build(config(sources=[str(path)], exclude=["01.jpg", "05.jpg"]))
-    failed = [row["uri"] for row in failed_rows(root)]
-    assert failed == [str(path)]
+    assert [row["uri"] for row in failed_rows(root)] == [str(path)]
     delete_rows(root, where="uri like '%!02.jpg'")
     assert retry(root).snapshot == 1
     path.write_bytes(whole)
@@ -868,7 +867,7 @@ def test_a_damaged_sidecar_in_an_archive_is_not_taken_for_empty(
 
 
 def test_moved_files_keep_their_rows_and_are_not_encoded_again(
-    built, photos, tmp_path, monkeypatch
+    built, photos, monkeypatch
 ):
     before = {row["row_id"]: row for row in read_rows(built).to_pylist()}
     with TokenStore.open(built) as store:

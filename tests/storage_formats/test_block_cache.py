@@ -238,8 +238,7 @@ def test_processes_share_a_tiny_cache_and_killed_writers_do_no_harm(
 
 def test_the_files_used_last_stay(tmp_path, monkeypatch):
     monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
-    checksums = SimpleNamespace(record_bytes=50_000)
-    cache = BlockCache(URL, checksums, 1 << 20, BufferPool())
+    cache = BlockCache(URL, SimpleNamespace(record_bytes=50_000), 1 << 20, BufferPool())
     data = memoryview(os.urandom(50_000))
     for shard in range(16):
         cache.write(shard, 0, data)

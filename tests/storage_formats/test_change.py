@@ -190,7 +190,7 @@ def test_directories_of_a_new_index_survive_a_loss_of_power(tmp_path, monkeypatc
     assert {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a/b")} <= set(flushed)
 
 
-def test_a_change_with_work_is_resumed_refused_or_discarded_in_words(index, capsys):
+def test_a_change_with_work_is_resumed_refused_or_discarded_in_words(index):
     root, _ = index
     with begin_change(root, "quantize", {"to": ["fp8"]}) as begun:
         begun.store_plan({"shards": 3})

@@ -154,12 +154,10 @@ def test_an_offset_is_subtracted_and_added_in_float32(name, shape):
 def test_an_offset_keeps_finite_blocks_finite(name):
     offset = np.full((1, 32), 2.0**100, dtype=np.float32)
     bits = np.arange(0x10000, dtype=np.uint16)
-    finite = bits[(bits & 0x7F80) != 0x7F80]
-    blocks = finite.view(BF16).reshape(-1, 1, 32)
+    blocks = bits[(bits & 0x7F80) != 0x7F80].view(BF16).reshape(-1, 1, 32)
     for sign in (1, -1):
         entry = codec(name, (1, 32), sign * offset)
-        decoded = entry.decode(entry.encode(blocks)).astype(np.float32)
-        assert np.isfinite(decoded).all()
+        assert np.isfinite(entry.decode(entry.encode(blocks)).astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -211,6 +209,5 @@ def test_flushing_subnormal_numbers_to_zero_changes_no_bits(tmp_path):
         saved = np.load(tmp_path / f"{name}.npz")
         entry = codec(name, shape)
         assert same_bits(saved["decoded"].view(BF16), reference.decode(entry, records))
-        bits = np.arange(0x10000, dtype=np.uint16).reshape(-1, *shape)
-        blocks = bits.view(BF16)
+        blocks = np.arange(0x10000, dtype=np.uint16).reshape(-1, *shape).view(BF16)
         assert (saved["encoded"] == reference.encode(entry, blocks)).all(), name

@@ -134,8 +134,7 @@ def test_what_is_read_again_and_again_gets_into_the_page_cache(store, monkeypatc
 def test_one_pass_leaves_the_page_cache_as_it_is(built, store, monkeypatch):
     # There is room for one shard. The index has five.
     monkeypatch.setattr(local_reads, "available_memory", lambda: 2 * 64 * 512)
-    order = np.random.default_rng(0).permutation(SPEC.rows)
-    for rows in np.array_split(order, 5):
+    for rows in np.array_split(np.random.default_rng(0).permutation(SPEC.rows), 5):
         assert same_bits(store.fetch(rows), built[1][rows])
     # A pass that adds no pages displaces none of another file. A page that the kernel
     # looked at when it was evicted is still there.

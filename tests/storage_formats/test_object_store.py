@@ -217,8 +217,7 @@ def test_many_objects_are_deleted_and_listed_with_few_requests(server, proxy):
 
 def test_a_damaged_block_is_an_error_that_names_its_row_and_object(own):
     root, url = own
-    path = Layout(root).token_shard("bf16", 1)
-    data = bytearray(path.read_bytes())
+    data = bytearray(Layout(root).token_shard("bf16", 1).read_bytes())
     data[3 * 512] ^= 1
     overwrite(url, "tokens/bf16/c.1.0.0", bytes(data))
     with TokenStore.open(url) as store:

@@ -158,8 +158,7 @@ def test_new_files_take_over_the_small_files_before_them(tmp_path):
         spec = replace(spec, rows=first + 1, segments=segments)
         write_rows(layout.staged_rows(shard), rows_table([RowEntry(first, f"{shard}")]))
         staged = {shard: (layout, FileEntry.of(layout, layout.staged_rows(shard)))}
-        columns = index.manifest.columns
-        files = write_rows_files(layout, spec, columns, staged, index)
+        files = write_rows_files(layout, spec, index.manifest.columns, staged, index)
         kept = {*index.manifest.rows_files}
         sizes.append(
             sum(

@@ -161,8 +161,7 @@ def test_a_stock_reader_sees_all_rows(index):
 @pytest.mark.parametrize("harm", ["missing", "flipped", "short", "other count"])
 def test_damaged_tombstones_are_one_clear_error(index, harm):
     root, _ = index
-    manifest = delete(root, [1, 9])
-    path = root / manifest.snapshot.deleted.path
+    path = root / delete(root, [1, 9]).snapshot.deleted.path
     if harm == "missing":
         path.unlink()
     elif harm == "flipped":

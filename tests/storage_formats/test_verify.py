@@ -64,8 +64,7 @@ def test_a_shard_table_of_wrong_length_is_not_read(copy, monkeypatch):
 def test_a_snapshot_of_an_unknown_format_is_a_problem(copy):
     value = json.loads((copy / "index.json").read_text())
     Directory(copy).snapshots.mkdir()
-    manifest = replace(Manifest.load(copy), snapshot=Snapshot(number=1))
-    manifest.write(Directory(copy))
+    replace(Manifest.load(copy), snapshot=Snapshot(number=1)).write(Directory(copy))
     value["format_version"] = "99.0"
     value["crc32c"] = json_checksum(value)
     Directory(copy).snapshot(0).write_text(json.dumps(value))

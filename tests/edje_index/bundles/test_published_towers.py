@@ -167,8 +167,7 @@ def test_what_the_trainer_saves_is_read(tmp_path, tower, siglip, dtype):
         dtype=dtype,
         siglip_path="google/siglip2-base-patch8-32",
     )
-    info = import_checkpoint(path, tower, tmp_path / "bundle")
-    assert info.block_shape == (6, 16)
+    assert import_checkpoint(path, tower, tmp_path / "bundle").block_shape == (6, 16)
     bundle = ModelBundle.load(tmp_path / "bundle")
     pixels = torch.randn(1, 3, SIZE, SIZE)
     with torch.inference_mode():

@@ -249,8 +249,7 @@ def test_a_damaged_jpeg_has_the_result_of_pillow(at, value, length):
     data[int(at * len(data))] = value
     damaged = bytes(data[: int(length * len(data))])
     try:
-        image = Image.open(io.BytesIO(damaged))
-        expected = np.asarray(image.convert("RGB"))
+        expected = np.asarray(Image.open(io.BytesIO(damaged)).convert("RGB"))
     except Exception:  # Pillow raises any
         with pytest.raises(ImageError):
             pixels(damaged)

@@ -228,8 +228,7 @@ def test_appended_rows_are_compared_one_by_one(root, factory, monkeypatch):
     assert manifest.ann == {**before.ann, "rows": 600}
     index = AnnIndex(CommittedIndex(root, manifest))
     assert len(index) == 598 + 39
-    results = index.nearest_to_each(vectors[::7], 3)
-    for number, (rows, scores) in enumerate(results):
+    for number, (rows, scores) in enumerate(index.nearest_to_each(vectors[::7], 3)):
         at = 7 * number
         segment = manifest.spec.used_segments[1 + at // 2]
         assert rows[0] == segment.first_row + at % 2

@@ -63,8 +63,7 @@ def jobs(tmp_path):
     jobs = []
     for number in range(20):
         path = tmp_path / f"{number}.jpg"
-        image = Image.effect_noise((40 + number, 50), 90).convert("RGB")
-        image.save(path, "JPEG")
+        Image.effect_noise((40 + number, 50), 90).convert("RGB").save(path, "JPEG")
         jobs.append((number, InputRef(str(path), os.fsencode(path))))
     path.write_bytes(b"text")
     return jobs

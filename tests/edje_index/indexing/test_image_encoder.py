@@ -72,8 +72,7 @@ def test_pixels_are_normalised_as_open_clip_does(tiny_bundle):
     config = ModelBundle.load(tiny_bundle).clip_config
     image = Image.effect_noise((50, 41), 90).convert("RGB")
     expected = eval_transform(config)(image)
-    pixels = encoder.normalize(encoder.preprocess(image))
-    assert torch.equal(pixels, expected)
+    assert torch.equal(encoder.normalize(encoder.preprocess(image)), expected)
     assert encoder.normalize(expected) is expected
 
 

@@ -85,15 +85,13 @@ def test_stride_spreads_evenly_whatever_the_counts(sizes):
     positions = stride_tokens(torch.arange(n)[None, :, None], m)[0, :, 0]
     assert positions[0] == 0
     assert len(positions) == m
-    steps = set(torch.diff(positions).tolist())
-    assert steps <= {n // m, -(-n // m)}
+    assert set(torch.diff(positions).tolist()) <= {n // m, -(-n // m)}
 
 
 def test_prune_keeps_the_most_attended_in_image_order():
     tokens = torch.arange(5.0)[None, :, None].repeat(2, 1, 1)
     received = torch.tensor([[0.1, 0.5, 0.2, 0.9, 0.3], [0.2, 0.2, 0.2, 0.2, 0.2]])
-    kept = prune_tokens(tokens, received, 3)[:, :, 0]
-    assert kept.tolist() == [[1, 3, 4], [0, 1, 2]]
+    assert prune_tokens(tokens, received, 3)[:, :, 0].tolist() == [[1, 3, 4], [0, 1, 2]]
 
 
 def test_centroids_are_the_means_of_their_tokens():
@@ -111,5 +109,4 @@ def test_centroids_are_the_means_of_their_tokens():
 
 def test_clusters_of_equal_tokens_have_no_holes():
     """All clusters but one lose their tokens; none may turn into NaN."""
-    tokens = torch.ones(2, 9, 3)
-    assert torch.equal(cluster_tokens(tokens, 4), torch.ones(2, 4, 3))
+    assert torch.equal(cluster_tokens(torch.ones(2, 9, 3), 4), torch.ones(2, 4, 3))

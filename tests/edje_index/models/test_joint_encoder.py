@@ -34,8 +34,7 @@ def test_captions_of_different_lengths_equal_the_model_with_padding(
     pool = blocks(len(captions))
     with torch.inference_mode():
         expected = joint(joint.tokenizer.inputs(captions, 4), pool)
-    scores = joint.score(captions, pool)
-    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(joint.score(captions, pool), expected, atol=1e-5, rtol=0)
     assert joint.score([], pool[:0]).shape == joint.score("a", pool[:0]).shape == (0,)
 
 

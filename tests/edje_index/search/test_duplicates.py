@@ -51,9 +51,7 @@ def test_an_impossible_similarity_is_refused(root, similarity):
 
 
 def test_a_chain_of_pairs_is_one_group_and_the_largest_group_is_first():
-    first = np.array([5, 1, 2])
-    second = np.array([6, 2, 8])
-    groups = duplicates._components(10, first, second)
+    groups = duplicates._components(10, np.array([5, 1, 2]), np.array([6, 2, 8]))
     assert [group.tolist() for group in groups] == [[1, 2, 8], [5, 6]]
 
 

@@ -111,8 +111,7 @@ def test_candidates_come_from_the_embeddings(written):
 
 
 def test_holes_are_left_out(tmp_path):
-    spec = IndexSpec(10, 4, (4, 16), 8)
-    write_random_index(tmp_path, spec, failed=frozenset({0, 5}))
+    write_random_index(tmp_path, IndexSpec(10, 4, (4, 16), 8), failed=frozenset({0, 5}))
     index = LateInteractionSearch.open(tmp_path)
     query = np.ones((1, 16), dtype=np.float32)
     assert {hit.row_id for hit in index.search(query, k=10, row_ids=range(10))} == set(

@@ -86,8 +86,7 @@ def results(root: Path, model: Path, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("photos")
-    root = build_photos(folder)[0]
+    root = build_photos(tmp_path_factory.mktemp("photos"))[0]
     return root, Path(TokenIndex.open(root).model.info.path)
 
 

@@ -479,8 +479,7 @@ def test_hits_as_a_table_and_as_text(index, tmp_path):
 
 
 def test_hits_bring_the_uri_as_a_column(index):
-    opened = TokenIndex.open(index.root, columns=["width", "uri"])
-    (hit,) = opened.search("a dog", k=1)
+    (hit,) = TokenIndex.open(index.root, columns=["width", "uri"]).search("a dog", k=1)
     assert list(hit.columns) == ["width", "uri"]
     assert hit.columns["uri"] == hit.uri
 

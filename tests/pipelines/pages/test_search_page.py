@@ -133,5 +133,4 @@ def test_joiners_and_marks_of_direction_are_kept(index, run, tmp_path):
     # the query, and the name and the captions of each of 7 hits in both orders
     assert automatic == ["h1", *["div"] * 28]
     # The last two change the order of the letters after them.
-    controls = printable("\x1b[2J\x9b\u202e\u2067")
-    assert controls == r"\x1b[2J\x9b\u202e\u2067"
+    assert printable("\x1b[2J\x9b\u202e\u2067") == r"\x1b[2J\x9b\u202e\u2067"

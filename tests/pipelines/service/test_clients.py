@@ -49,8 +49,7 @@ def test_the_client_of_cohere(service, expected):
 
 
 def test_a_client_of_text_embeddings_inference(service, expected):
-    tei = pytest.importorskip("tei_client")
-    client = tei.HttpClient(service.url)
+    client = pytest.importorskip("tei_client").HttpClient(service.url)
     assert client.health()
     assert client.info().server_model_id == "photos"
     answer = client.rerank("a dog", [str(row) for row in ROWS])

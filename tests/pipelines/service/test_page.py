@@ -339,8 +339,7 @@ def test_the_key_is_asked_first_and_the_query_kept(browser, index, tmp_path):
             with page.expect_response("**/info"):
                 page.fill("#key", key)
                 page.press("#key", "Enter")
-        watched = Watched(page, service.url)
-        watched.wait()
+        Watched(page, service.url).wait()
         assert (page.input_value("#query"), page.is_visible("#key")) == ("a dog", False)
         assert page.locator("#large").evaluate("image => image.naturalWidth") == 64
         with page.expect_download() as download:

@@ -168,8 +168,7 @@ def test_hits_as_a_table(http, library):
     assert table.headers["content-type"] == "text/csv; charset=utf-8"
     rows = [*csv.DictReader(io.StringIO(table.content.decode("utf-8-sig")))]
     assert [int(row["row_id"]) for row in rows] == [hit["row_id"] for hit in hits]
-    captions = {row["captions"] for row in rows}
-    assert captions == {"", "a red canoe; <b>two</b> dogs"}
+    assert {row["captions"] for row in rows} == {"", "a red canoe; <b>two</b> dogs"}
     parquet = http.post("/search", json={**body, "format": "parquet"}).content
     expected = library.search("a dog", 11).to_arrow()
     assert pq.read_table(io.BytesIO(parquet)).column_names == expected.column_names
@@ -710,8 +709,7 @@ def test_head_is_get_without_a_body(http, path):
 
 @pytest.mark.parametrize("path", [*GETS, *POSTS])
 def test_a_wrong_method_is_named_so(http, path):
-    wrong = ["PUT", "DELETE", "GET" if path in POSTS else "POST"]
-    for method in wrong:
+    for method in ["PUT", "DELETE", "GET" if path in POSTS else "POST"]:
         answer = http.request(
             method, path, content=b"{}", headers={"content-type": "application/json"}
         )
