@@ -343,7 +343,7 @@ def build_ann(index: IndexLocation, *, ann: str = "auto", recall: float = 0.95) 
     """
     from edje_index.indexing.faiss_build import AnnRequest
     from pipelines.jobs.ann import add_ann
-    from pipelines.jobs.resources import usable_memory
+    from pipelines.jobs.plan import usable_memory
 
     request = AnnRequest(ann, recall, usable_memory(None))
     built = run_job(add_ann, index, request).ann

@@ -28,11 +28,11 @@ from pipelines.jobs.changing import (
 )
 from pipelines.jobs.hub import send_to_hub
 from pipelines.jobs.plan import (
+    check_disk,
     holds_clips,
     recorded_sources,
     with_sources,
 )
-from pipelines.jobs.resources import check_disk
 from pipelines.progress.events import (
     JobStopped,
     OnEvent,

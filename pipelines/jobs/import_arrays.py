@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from edje_index.indexing.faiss_build import build_ann, check_faiss
 from edje_index.inputs.tables import parquet_rows, value_columns
-from pipelines.jobs.resources import check_ann_memory, check_disk
+from pipelines.jobs.plan import check_ann_memory, check_disk
 from pipelines.metadata import Ignored, source_values
 from pipelines.progress.events import (
     JobStopped,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipelines.engines.base import open_engine
 from pipelines.jobs.changing import Edit, ShardWork, apply, begin
-from pipelines.jobs.resources import check_free_disk
+from pipelines.jobs.plan import check_free_disk
 from pipelines.progress.events import OnEvent, ShouldStop, ignore, never
 from pipelines.progress.wording import counted
 from storage_formats.arguments import as_list, optional_count

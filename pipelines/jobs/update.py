@@ -20,7 +20,13 @@ from edje_index.bundles.info import (
     BundleInfo,
     matching_bundle,
 )
-from pipelines.jobs.build import BuildResult, result_of, source_names
+from pipelines.jobs.build import (
+    BuildResult,
+    earlier_plan,
+    encoding,
+    result_of,
+    source_names,
+)
 from pipelines.jobs.changing import (
     Applied,
     Edit,
@@ -30,21 +36,18 @@ from pipelines.jobs.changing import (
     begin,
 )
 from pipelines.jobs.compare import SourceChanges, compare_sources
-from pipelines.jobs.encode import earlier_plan, encoding
 from pipelines.jobs.plan import (
     BuildSettings,
+    Execution,
     Plan,
     SourceGroup,
+    check_disk,
+    choose_workers,
     model_record,
     recorded_sources,
     settings_of,
     store_inputs,
     with_sources,
-)
-from pipelines.jobs.resources import (
-    Execution,
-    check_disk,
-    choose_workers,
 )
 from pipelines.jobs.snapshots import edited_values, value_line
 from pipelines.metadata import Ignored, source_values

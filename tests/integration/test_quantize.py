@@ -96,12 +96,12 @@ def test_resuming_needs_disk_for_what_is_left_alone(case, tmp_path, monkeypatch)
     size = padded_shard_bytes(
         8, 8, codec("fp8", Manifest.load(tmp_path / "a").spec.block_shape).record_bytes
     )[1]
-    monkeypatch.setattr("pipelines.jobs.resources.free_disk", lambda _: left * size - 1)
+    monkeypatch.setattr("pipelines.jobs.plan.free_disk", lambda _: left * size - 1)
     with pytest.raises(
         UsageError, match=rf"shards? to fp8 needs {human_bytes(left * size)} "
     ):
         quantize_index(tmp_path / "a", ["fp8"])
-    monkeypatch.setattr("pipelines.jobs.resources.free_disk", lambda _: left * size)
+    monkeypatch.setattr("pipelines.jobs.plan.free_disk", lambda _: left * size)
     assert quantize_index(tmp_path / "a", ["fp8"]).added == ("fp8",)
 
 

@@ -17,7 +17,7 @@ from edje_index.inputs.refs import InputRef
 from pipelines import append_index
 from pipelines.cli.info import _shown, describe_index
 from pipelines.engines.base import run_on_threads
-from pipelines.jobs.encode import ShardWorker
+from pipelines.jobs.build import ShardWorker
 from pipelines.jobs.plan import BuildSettings
 from pipelines.progress.events import StatusMessage
 from storage_formats.change import begin_index

@@ -17,17 +17,15 @@ from edje_index.bundles.info import read_bundle_info
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.inputs.input_lists import read_shard_inputs
 from pipelines.engines import ray_engine
-from pipelines.jobs import encode, resources
+from pipelines.jobs import build as building
 from pipelines.jobs import plan as planning
 from pipelines.jobs.plan import (
     BuildSettings,
-    Plan,
-    default_shard_size,
-)
-from pipelines.jobs.resources import (
     Execution,
+    Plan,
     check_ann_memory,
     choose_workers,
+    default_shard_size,
     disk_need,
     workers_memory,
 )
@@ -183,7 +181,7 @@ def test_nothing_to_index_is_refused_and_leaves_nothing(config, photos):
 
 
 def test_a_full_disk_is_refused_with_numbers_and_leaves_nothing(config, monkeypatch):
-    monkeypatch.setattr(resources, "free_disk", lambda _: 12_345)
+    monkeypatch.setattr(planning, "free_disk", lambda _: 12_345)
     with pytest.raises(
         UsageError,
         match=r"10 inputs needs .* \(tokens .*embeddings .* but only 12\.3 kB are free",
@@ -193,7 +191,7 @@ def test_a_full_disk_is_refused_with_numbers_and_leaves_nothing(config, monkeypa
 
 
 def test_too_little_memory_is_refused_with_numbers(config, monkeypatch):
-    monkeypatch.setattr(resources, "available_memory", lambda: 10**8)
+    monkeypatch.setattr(planning, "available_memory", lambda: 10**8)
     with pytest.raises(
         UsageError,
         match=r"at least .* of memory, but only 100\.0 MB are free; use fewer workers",
@@ -204,13 +202,13 @@ def test_too_little_memory_is_refused_with_numbers(config, monkeypatch):
 def test_workers_fill_the_machine_and_its_memory_unless_told(
     config, tiny_bundle, monkeypatch
 ):
-    monkeypatch.setattr(resources, "usable_cpus", lambda: 9)
-    monkeypatch.setattr(resources, "cuda_devices", lambda: 3)
+    monkeypatch.setattr(planning, "usable_cpus", lambda: 9)
+    monkeypatch.setattr(planning, "cuda_devices", lambda: 3)
     monkeypatch.setattr(ray_engine, "check_ray", lambda _: None)
     info = read_bundle_info(tiny_bundle)
     settings = settings_of_request(config())
     need = sum(workers_memory(1, settings, info).values())
-    monkeypatch.setattr(resources, "available_memory", lambda: 8 * need)
+    monkeypatch.setattr(planning, "available_memory", lambda: 8 * need)
 
     def workers(settings: BuildSettings = settings, **changes: Any) -> int | None:
         execution = Execution(**{"engine": "ray", **changes})
@@ -223,7 +221,7 @@ def test_workers_fill_the_machine_and_its_memory_unless_told(
     on_gpus = dataclasses.replace(settings, device="cuda")
     assert workers(on_gpus) == 6, "two per GPU"
     assert workers(on_gpus, workers=7) == 7
-    monkeypatch.setattr(resources, "cuda_devices", lambda: 1)
+    monkeypatch.setattr(planning, "cuda_devices", lambda: 1)
     assert workers(on_gpus) == 2
     named = settings_of_request(config(device="cuda:1", batch_size=None))
     assert (named.dtype, named.batch_size, workers(named)) == ("bfloat16", 128, 2)
@@ -247,12 +245,12 @@ def test_workers_share_the_gpus_evenly(config, monkeypatch, workers, share):
     request = config()
     stored = plan(request)
     on_gpus = dataclasses.replace(stored.settings, device="cuda")
-    monkeypatch.setattr(encode, "cuda_devices", lambda: 3)
+    monkeypatch.setattr(building, "cuda_devices", lambda: 3)
     shares = []
     monkeypatch.setattr(
-        encode, "open_engine", lambda *_, gpus, **__: shares.append(gpus)
+        building, "open_engine", lambda *_, gpus, **__: shares.append(gpus)
     )
-    encode.encoding(
+    building.encoding(
         SimpleNamespace(layout=Directory(request.out)),
         dataclasses.replace(stored, settings=on_gpus),
         Execution("ray", workers),
@@ -262,14 +260,14 @@ def test_workers_share_the_gpus_evenly(config, monkeypatch, workers, share):
 
 
 def test_the_memory_limit_chooses_the_nearest_neighbour_index(monkeypatch):
-    monkeypatch.setattr(resources, "free_disk", lambda _: 10**15)
-    monkeypatch.setattr(resources, "available_memory", lambda: 10**12)
+    monkeypatch.setattr(planning, "free_disk", lambda _: 10**15)
+    monkeypatch.setattr(planning, "available_memory", lambda: 10**12)
     spec = IndexSpec(10_000_000, 1024, (4, 16), 384)
     assert disk_need(spec)["ann"] == int(10_000_000 * 104 * 1.02)
     assert disk_need(spec, memory=10**9)["ann"] == int(10_000_000 * 56 * 1.02)
     check_ann_memory(spec, 10**9)
     for parameter, limit in (("memory", 10**8), ("sources", None)):
-        monkeypatch.setattr(resources, "available_memory", lambda: 10**8 + 1)
+        monkeypatch.setattr(planning, "available_memory", lambda: 10**8 + 1)
         with pytest.raises(
             UsageError,
             match=r"neighbour index [\d.]+ [MG]B\) of memory, but only 100\.0 MB",
@@ -279,7 +277,7 @@ def test_the_memory_limit_chooses_the_nearest_neighbour_index(monkeypatch):
 
 
 def test_cuda_without_a_device_is_refused(config, monkeypatch):
-    monkeypatch.setattr(resources, "cuda_devices", lambda: 0)
+    monkeypatch.setattr(planning, "cuda_devices", lambda: 0)
     with pytest.raises(
         UsageError, match="no CUDA device on this machine; use the device cpu"
     ):
