@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -74,10 +74,8 @@ class Result:
         in_pool: percentage of queries with a relevant candidate in the pool.
         gain: R@k minus R@k of the embeddings alone, by cutoff k.
         change: R@k minus R@k with the precision `change_from`, by cutoff k.
-        first_kept: percentage of queries whose first hit is the same as with the
-            precision `change_from`.
-        change_from: reference precision of `change` and `first_kept`; None if
-            `precision` is the reference precision.
+        change_from: reference precision of `change`; None if `precision` is the
+            reference precision.
     """
 
     direction: str
@@ -89,7 +87,6 @@ class Result:
     in_pool: Estimate | None = None
     gain: dict[int, Estimate] | None = None
     change: dict[int, Estimate] | None = None
-    first_kept: Estimate | None = None
     change_from: str | None = None
 
 
@@ -351,16 +348,20 @@ def evaluate(
         results.append(Result(direction, _recall(bootstrap, cutoffs, pool.ranks)))
         for size in pools:
             in_pool = bootstrap.estimates(_PERCENT * (pool.ranks < size)[:, None])[0]
-            ranks = {}
-            first_hits = {}
-            for precision, values in finals.items():
-                in_order = values[direction][:, :size]
-                first_hits[precision] = in_order.argmax(axis=1)
-                ranks[precision] = ranks_after_reranking(
-                    in_order, pool.relevant, size, pool.ranks
+            ranks = {
+                precision: ranks_after_reranking(
+                    values[direction], pool.relevant, size, pool.ranks
                 )
+                for precision, values in finals.items()
+            }
             for source in sources:
                 precision = source.codec.name
+                change = change_from = None
+                if precision != reference:
+                    change_from = reference
+                    change = _recall(
+                        bootstrap, cutoffs, ranks[precision], ranks[reference]
+                    )
                 result = Result(
                     direction=direction,
                     recall=_recall(bootstrap, cutoffs, ranks[precision]),
@@ -370,17 +371,9 @@ def evaluate(
                     pool=size,
                     in_pool=in_pool,
                     gain=_recall(bootstrap, cutoffs, ranks[precision], pool.ranks),
+                    change=change,
+                    change_from=change_from,
                 )
-                if precision != reference:
-                    is_kept = first_hits[precision] == first_hits[reference]
-                    result = replace(
-                        result,
-                        change=_recall(
-                            bootstrap, cutoffs, ranks[precision], ranks[reference]
-                        ),
-                        first_kept=bootstrap.estimates(_PERCENT * is_kept[:, None])[0],
-                        change_from=reference,
-                    )
                 results.append(result)
 
     return Evaluation(
