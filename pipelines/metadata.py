@@ -14,7 +14,6 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from edje_index.inputs.names import parse_sidecars
 from edje_index.inputs.tables import BAD_NAME, UNREADABLE
 from storage_formats.format.source_columns import (
     Value,
@@ -92,18 +91,6 @@ def source_values(
         else:
             ignored.count(BAD_NAME)
     return result or None
-
-
-def sidecar_values(
-    contents: Mapping[str, bytes | None], ignored: Ignored
-) -> dict[str, Value] | None:
-    """Return the metadata in the files next to an image, see `parse_sidecars`; None if
-    there is no metadata. Files that cannot be used are counted in `ignored`.
-    """
-    values, unreadable = parse_sidecars(contents)
-    if unreadable:
-        ignored.count(UNREADABLE, len(unreadable))
-    return source_values(values, ignored)
 
 
 def _checked(value: Any, ignored: Ignored) -> Any:

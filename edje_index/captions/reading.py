@@ -198,20 +198,18 @@ def _table_entries(path: Path) -> Iterator[_Located]:
             if entry.has_bytes:
                 absolute = display_path(os.path.abspath(os.fsencode(path)))
                 name = f"{absolute}!{table.column}/{entry.number - 1}"
-            if isinstance(name, bytes):
-                name = os.fsdecode(name)
-            if not isinstance(name, str) or not name:
-                raise UsageError(
-                    f"{where}: the entry has no file name in '{table.column}'"
-                )
             try:
-                is_possible = b"\0" not in os.fsencode(name)
-            except UnicodeEncodeError:
+                name = os.fsdecode(name)
                 # An escape in JSON can stand for a lone surrogate, which no file name
                 # has.
-                is_possible = False
-            if not is_possible:
-                raise UsageError(f"{where}: {name!r} cannot be a file name")
+                is_name = name != "" and b"\0" not in os.fsencode(name)
+            except (TypeError, UnicodeEncodeError):
+                is_name = False
+            if not is_name:
+                raise UsageError(
+                    f"{where}: the entry has no file name in '{table.column}', but"
+                    f" {name!r}"
+                )
             yield where, name, entry.values
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UsageError(f"{path} is damaged: {error}; write it again") from error

@@ -22,11 +22,11 @@ from edje_index.images.transient import (
     transient_error,
 )
 from edje_index.inputs.containers import split_uri
-from edje_index.inputs.names import has_input_suffix
+from edje_index.inputs.names import has_input_suffix, is_litter, parse_sidecars
 from edje_index.inputs.ranges import PointerError
 from edje_index.inputs.refs import InputRef, display_path
 from edje_index.inputs.tables import STANDARD_INPUT, UNREADABLE
-from pipelines.metadata import Ignored, sidecar_values, source_values
+from pipelines.metadata import Ignored, source_values
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.source_columns import Value
@@ -153,18 +153,18 @@ class Source(ABC):
     ) -> dict[str, Value] | None:
         """Return the metadata of an input by column name; None if there is none.
 
-        `contents` has the contents of its metadata files, see `sidecar_values`.
+        `contents` has the contents of its metadata files, see `parse_sidecars`.
         `values` has values from other places, such as the columns of a list. For equal
         names, the metadata files win. If a value cannot be read, `unread` gets `uri`.
         """
         damaged = self.ignored.get(UNREADABLE, 0)
-        metadata = {
-            **(source_values(values, self.ignored) or {}),
-            **(sidecar_values(contents, self.ignored) or {}),
-        }
+        sidecar_values, unreadable = parse_sidecars(contents)
+        if unreadable:
+            self.ignored.count(UNREADABLE, len(unreadable))
+        metadata = source_values({**values, **sidecar_values}, self.ignored)
         if self.ignored.get(UNREADABLE, 0) > damaged:
             self.unread.add(uri)
-        return metadata or None
+        return metadata
 
     def _path_in_source(self, uri: str) -> str:
         """Return the path of an input that patterns are compared with. The path is
@@ -255,12 +255,17 @@ def ignored_as(
     an input.
 
     Args:
-        name: name of the file without its directory.
+        name: name of the file without its directory, or of a member of an archive. The
+            names in some zips that Windows programs wrote contain backslashes.
         read_head: function that returns the first bytes of the file or raises OSError.
             It is called only if `name` has no suffix.
         clips: True if video files are inputs, too.
     """
-    if name.startswith(b"."):
+    parts = name.replace(b"\\", b"/").split(b"/")
+    parts = [part for part in parts if part not in (b"", b".", b"..")]
+    if not parts:
+        return "(not a file)"
+    if any(part.startswith(b".") or is_litter(part) for part in parts):
         return "(hidden)"
     if has_input_suffix(name, clips):
         return None

@@ -400,7 +400,11 @@ class TreeSource(Source):
                 archive = ARCHIVES[kind][0](file)
                 container = Container(kind, file.length)
                 for member, contents in members_with_sidecars(archive, self.clips):
-                    key = self._ignored_member(archive, member)
+                    key = ignored_as(
+                        member.name,
+                        functools.partial(_head, archive, member),
+                        clips=self.clips,
+                    )
                     if key is not None:
                         self.ignored.count(key, 1 + len(contents))
                         continue
@@ -420,34 +424,6 @@ class TreeSource(Source):
             self.unread.update(ref.uri for ref in refs)
             refs.append(lost_file(self, error))
         yield from refs
-
-    def _ignored_member(
-        self,
-        archive: Archive,
-        member: Member,
-    ) -> str | None:
-        """Return the key under which a member is ignored; None if it is an input."""
-        # The names in some zips that Windows programs wrote contain backslashes.
-        name = member.name.replace(b"\\", b"/")
-        parts = [part for part in name.split(b"/") if part not in (b"", b".", b"..")]
-        if not parts:
-            return "(not a file)"
-        # A member inside a hidden directory is counted as hidden. macOS archives
-        # contain the attributes of files in a directory `__MACOSX`, which is treated
-        # like a hidden directory.
-        name = next(
-            (part for part in parts if part.startswith(b".") or part == b"__MACOSX"),
-            parts[-1],
-        )
-        name = b"." if name == b"__MACOSX" else name
-
-        def read_start() -> bytes:
-            size = min(HEAD_BYTES, member.size)
-            with contextlib.suppress(ImageError):
-                return archive.head(member.offset, size)
-            return b""
-
-        return ignored_as(name, read_start, clips=self.clips)
 
     def _enter(self, path: bytes) -> bytes | None:
         """Return the path of a directory or an archive without links. Return None if it
@@ -487,6 +463,13 @@ class TreeSource(Source):
 
     def _is_selected(self, uri: str) -> bool:
         return self.patterns.select(self._path_in_source(uri))
+
+
+def _head(archive: Archive, member: Member) -> bytes:
+    """Return the first bytes of a member, or no bytes if they are damaged."""
+    with contextlib.suppress(ImageError):
+        return archive.head(member.offset, min(HEAD_BYTES, member.size))
+    return b""
 
 
 def _read_sidecar(path: bytes) -> bytes | None:

@@ -196,7 +196,7 @@ def test_webdataset(tmp_path):
         ('{"caption": "x"}', "no file name in 'image'"),
         ('{"image": "a.jpg", "captions": {"en": "x"}}', "is not a string"),
         ('{"image": "a.jpg", "captions": ["x", 3]}', "not a string"),
-        ('{"image": "a\\u0000.jpg", "caption": "x"}', "cannot be a file name"),
+        ('{"image": "a\\u0000.jpg", "caption": "x"}', "no file name in 'image'"),
         ('{"image": "a.jpg", "caption": "x \\ud83d"}', "lone surrogate"),
         (b'{"image": "a.jpg", "caption": "\xff"}', "not UTF-8"),
     ],
