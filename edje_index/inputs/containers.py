@@ -7,7 +7,9 @@ the suffix of the new kind to `TreeSource` in `pipelines.sources.tree`, too.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -213,12 +215,24 @@ class ParquetImages:
             for group in range(metadata.num_row_groups)
         )
         *self._group_starts, self._rows = itertools.accumulate(sizes, initial=0)
-        self._window = StreamWindow(self._group_starts, self._images)
+        # A row group can only be read forward. Threads that read rows in order may be
+        # in two groups. The file is read by one thread at a time.
+        self._windows: dict[int, StreamWindow] = {}
+        self._lock = threading.Lock()
 
     def read(self, offset: int, size: int) -> bytes:
         if not 0 <= offset < self._rows:
             raise ImageError("changed-since-plan", f"the file has no row {offset}")
-        items = self._window.read(offset, offset + 1)
+        group = bisect.bisect_right(self._group_starts, offset) - 1
+        row = offset - self._group_starts[group]
+        with self._lock:
+            window = self._windows.pop(group, None) or StreamWindow(
+                functools.partial(self._images, group)
+            )
+            self._windows[group] = window
+            if len(self._windows) > 2:
+                del self._windows[next(iter(self._windows))]
+            items = window.read(row, row + 1)
         if not items:
             raise ImageError(
                 "damaged-archive",
@@ -237,12 +251,11 @@ class ParquetImages:
         self._file.close()
 
     def _images(self, group: int) -> Iterator[tuple[int, bytes | None]]:
-        """Yield (1, bytes of the image) for each row from row group `group` on."""
+        """Yield (1, bytes of the image) for each row of row group `group`."""
         # A batch has one row, to bound memory. A Parquet file stores a repeated value
         # once, so a batch of many rows could be much larger than the file.
-        groups = list(range(group, len(self._group_starts)))
         with _named_damage("the Parquet file"):
-            for batch in iter_batches(self._parquet, 1, [self._leaf], groups):
+            for batch in iter_batches(self._parquet, 1, [self._leaf], [group]):
                 value = batch.column(0)[0].as_py()
                 yield 1, value["bytes"] if isinstance(value, dict) else value
 

@@ -4,7 +4,6 @@ be read forward.
 
 from __future__ import annotations
 
-import bisect
 import errno
 import functools
 import io
@@ -13,7 +12,7 @@ import os
 import stat
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeAlias
 
@@ -53,13 +52,6 @@ _MAX_POINTER = 1 << 15
 KEPT_BYTES = 32 << 20
 """Number of bytes of a stream that stay in memory after they are read, because several
 threads read slightly out of order.
-"""
-
-NEAR = 64
-"""Largest distance over which a stream is read on to a requested position, without
-using what is read. For a position further ahead, the stream is opened anew at the last
-position before it at which streams can start, unless the stream has already passed this
-position.
 """
 
 
@@ -309,7 +301,7 @@ class BlockReader:
 
 class StreamItem(NamedTuple):
     """A part of a stream: the data at the positions [start, stop). A position is a byte
-    of a decompressed tar or a row of a Parquet file.
+    of a decompressed tar or a row of a row group.
     """
 
     start: int
@@ -320,36 +312,28 @@ class StreamItem(NamedTuple):
 class StreamWindow:
     """The latest items of a stream that can only be read forward. Thread-safe.
 
-    About `KEPT_BYTES` bytes of items are kept. The stream begins again in three cases:
-    the requested position is before the kept items, it is far ahead (see `NEAR`), or
-    the last read of the stream raised an exception.
+    About `KEPT_BYTES` bytes of items are kept. The stream begins again if a requested
+    position is before the kept items, or if the last read of the stream raised an
+    exception.
 
     Args:
-        starts: the positions at which the stream can begin, ascending from 0.
-        begin: function that gets a number n and returns an iterator over the items of
-            the stream from position `starts[n]` on. Each item is a tuple (number of
-            positions, data). The iterator raises ImageError if the stream is damaged.
+        begin: function that returns an iterator over the items of the stream, each a
+            tuple (number of positions, data). The iterator raises ImageError if the
+            stream is damaged.
     """
 
-    def __init__(
-        self,
-        starts: Sequence[int],
-        begin: Callable[[int], Iterator[tuple[int, bytes | None]]],
-    ) -> None:
-        self._starts = starts
+    def __init__(self, begin: Callable[[], Iterator[tuple[int, bytes | None]]]) -> None:
         self._begin = begin
         self._lock = threading.Lock()
-        # n -> (first position that cannot be read in part n of the stream, error). Part
-        # n begins at `starts[n]`, and ends where the next part begins.
-        self._damages: dict[int, tuple[int, ImageError]] = {}
-        self._restart(0)
+        # (first position that cannot be read, error)
+        self._damage: tuple[int, ImageError] | None = None
+        self._restart()
 
-    def _restart(self, part: int) -> None:
-        self._items = self._begin(part)
+    def _restart(self) -> None:
+        self._items = self._begin()
         self._kept: deque[StreamItem] = deque()
-        self._kept_bytes = 0
-        self._first = self._end = self._starts[part]
-        self._is_ended = self._is_broken = False
+        self._kept_bytes = self._first = self._end = 0
+        self._is_broken = False
 
     def read(
         self,
@@ -360,34 +344,26 @@ class StreamWindow:
         the stream ends earlier. Raises ImageError if damage makes one of these
         positions unreadable.
         """
-        part = bisect.bisect_right(self._starts, first) - 1
-        start = self._starts[part]
         with self._lock:
-            if part in self._damages and stop > self._damages[part][0]:
-                raise self._damages[part][1]
-            is_far_ahead = first > self._end + NEAR and start > self._end
-            if self._is_broken or first < self._first or is_far_ahead:
-                self._restart(part)
-            while self._end < stop and not self._is_ended:
+            if self._damage is not None and stop > self._damage[0]:
+                raise self._damage[1]
+            if self._is_broken or first < self._first:
+                self._restart()
+            while self._end < stop:
                 # After an exception, a generator yields no more items, which looks like
-                # the end of the stream. `_is_broken` stays True after an exception, so
-                # that the next read begins the stream again.
+                # the end of the stream.
                 self._is_broken = True
                 try:
                     width, data = next(self._items, (0, None))
                 except ImageError as damage:
-                    if self._end >= start:
-                        self._damages[part] = self._end, damage
-                        raise
-                    # The damage is before this part, which may still be readable.
-                    self._restart(part)
-                    continue
+                    self._damage = self._end, damage
+                    raise
                 self._is_broken = False
-                self._is_ended = not width
-                if width:
-                    self._kept.append(StreamItem(self._end, self._end + width, data))
-                    self._kept_bytes += len(data or b"")
-                    self._end += width
+                if not width:
+                    break
+                self._kept.append(StreamItem(self._end, self._end + width, data))
+                self._kept_bytes += len(data or b"")
+                self._end += width
                 while self._kept_bytes > KEPT_BYTES and self._kept[0].stop <= first:
                     oldest = self._kept.popleft()
                     self._first = oldest.stop

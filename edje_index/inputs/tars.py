@@ -84,7 +84,7 @@ class TarArchive:
         self._window = (
             None
             if decompress is None
-            else StreamWindow([0], lambda _: self._chunks(decompress))
+            else StreamWindow(lambda: self._chunks(decompress))
         )
 
     def members(self) -> Iterator[Member]:

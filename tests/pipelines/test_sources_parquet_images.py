@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edje_index.images.decode import REASONS, ImageError
-from edje_index.inputs import ranges
 from edje_index.inputs.containers import ParquetImages
 from edje_index.inputs.ranges import open_ranged
 from edje_index.inputs.refs import read_bytes
@@ -129,26 +128,6 @@ def test_sounds_are_no_images_and_labels_have_names(tmp_path):
     labels = [(ref.metadata or {}).get("label") for ref in source.iter_inputs()]
     assert labels == ["cat", "dog", None, None, "dog", *["cat"] * 5]
     assert source.ignored == {"(binary column)": 1}
-
-
-def test_threads_read_on_across_row_groups(tmp_path, monkeypatch):
-    monkeypatch.setattr(ranges, "KEPT_BYTES", 0)
-    path = write(tmp_path / "a.parquet", {"jpg": PHOTOS}, row_group_size=1)
-    starts: list[int] = []
-    with open_ranged(bytes(path)) as file:
-        images = ParquetImages(file, "jpg")
-        begin = images._window._begin
-        monkeypatch.setattr(
-            images._window, "_begin", lambda group: starts.append(group) or begin(group)
-        )
-        assert [images.read(row, 0) for row in (0, 3, 9)] == [
-            PHOTOS[row] for row in (0, 3, 9)
-        ]
-        assert starts == []
-        assert images.read(2, 0) == PHOTOS[2]
-        monkeypatch.setattr(ranges, "NEAR", 2)
-        assert images.read(8, 0) == PHOTOS[8]
-        assert starts == [2, 8]
 
 
 def test_a_damaged_row_group_fails_its_rows_only(tmp_path):
