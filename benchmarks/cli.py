@@ -86,7 +86,7 @@ def fetch(job: Job) -> Iterable[str]:
     \b
     Examples:
       edje-index bench fetch photos.edje --quick
-      edje-index bench fetch photos.edje --precision fp8 --pool 5000 --report out
+      edje-index bench fetch photos.edje --precision fp8 --report out
 
     Args:
         precisions: precision to compare with other libraries; repeatable. By default,
@@ -95,8 +95,6 @@ def fetch(job: Job) -> Iterable[str]:
         pool: number of blocks per large fetch, limited to half the rows of the index.
         quick: compare one precision only, with two runs of each measurement, and read
             only the first GiB of INDEX, which may fit in a cache of the drive.
-        paper: repeat only the test of the EDJE paper: 50,000 of 100,000 blocks,
-            contiguous and random.
         repeats: number of runs of each measurement.
         report_folder: directory for the report, in Markdown and JSON, with a picture.
     """

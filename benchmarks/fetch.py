@@ -156,7 +156,6 @@ def bench_fetch(
     pool: int = 5_000,
     repeats: int = 3,
     quick: bool = False,
-    paper: bool = False,
 ) -> Report:
     """Run the benchmark and return the report.
 
@@ -209,17 +208,6 @@ def bench_fetch(
             " may fit in a cache of the drive or the host; before you decide, measure"
             " an index of more than 1 GiB without --quick"
         )
-    if paper:
-        pool = PAPER.pool
-        peers = ["np.memmap"]
-        rows = PAPER.rows
-        options += " --paper"
-        if spec.rows < rows:
-            raise UsageError(
-                f"the paper's test needs {rows:,} rows, and the index has"
-                f" {spec.rows:,}; write a larger one with 'edje-index bench"
-                " make-synthetic'"
-            )
     fio = fio_version()
     device = [DEVICE] if fio else []
     subjects[DEVICE] = (fio, _FIO_OPTIONS)
@@ -231,7 +219,7 @@ def bench_fetch(
     tasks = []
     for name, size in record_bytes.items():
         others = [RECORDS, *peers] if name in compared else []
-        for workload in workloads(rows, pool, paper)[: None if others else 1]:
+        for workload in workloads(rows, pool)[: None if others else 1]:
             read = (2 * workload.blocks + rows) * size / 1e9
             tasks += [
                 Task(
@@ -287,14 +275,14 @@ def bench_fetch(
     )
 
 
-def workloads(rows: int, pool: int, paper: bool = False) -> list[Workload]:
+def workloads(rows: int, pool: int) -> list[Workload]:
     """Return the workloads on an index of `rows` rows: a large random fetch, a large
     contiguous fetch, and queries.
     """
     count = max(1, min(pool, rows // 2))
     large = Workload(rows, count, count)
     both = [large, large._replace(is_contiguous=True)]
-    if paper or count <= QUERY:
+    if count <= QUERY:
         return both
     queries = min(_QUERY_BLOCKS, count) // QUERY
     return [*both, Workload(rows, queries * QUERY, QUERY)]
@@ -351,17 +339,13 @@ def run_fio(
     cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
     # percentiles of single reads, not of calls
     percentiles = read["clat_ns"]["percentile"]
+    seconds = max(1, read["runtime"]) / 1e3
+    rates = _values(blocks, source.record_bytes, seconds, cpu, read["io_bytes"])
     yield {
         "case": "cold",
         "command": f"(cd {source.array_path} && {shlex.join(command)})",
-        "values": _values(
-            blocks,
-            source.record_bytes,
-            max(1, read["runtime"]) / 1e3,
-            cpu,
-            read["io_bytes"],
-            [percentiles[f"{each:.6f}"] / 1e6 for each in _PERCENTILES],
-        ),
+        "values": rates
+        | {f"p{each} ms": percentiles[f"{each:.6f}"] / 1e6 for each in _PERCENTILES},
     }
 
 
@@ -441,14 +425,11 @@ def _timed(subject: Subject, calls: Sequence[Ints], buffer: Any) -> dict[str, fl
     wrong = int((records[: len(last)] != subject.expected(last)).any(axis=1).sum())
     if wrong:
         raise EdjeError(f"{wrong} of the checked blocks were wrong")
-    return _values(
-        sum(map(len, calls)),
-        subject.source.record_bytes,
-        sum(seconds),
-        cpu,
-        read,
-        (np.percentile(seconds, _PERCENTILES) * 1e3).tolist(),
-    )
+    blocks = sum(map(len, calls))
+    values = _values(blocks, subject.source.record_bytes, sum(seconds), cpu, read)
+    for percent in _PERCENTILES:
+        values[f"p{percent} ms"] = 1e3 * float(np.percentile(seconds, percent))
+    return values
 
 
 def _values(
@@ -457,17 +438,12 @@ def _values(
     seconds: float,
     cpu_seconds: float,
     read_bytes: int,
-    milliseconds: Sequence[float],
 ) -> dict[str, float]:
     return {
         "GB/s": blocks * record_bytes / seconds / 1e9,
         "blocks/s": blocks / seconds,
         "CPU us per block": cpu_seconds / blocks * 1e6,
         "read": read_bytes / (blocks * record_bytes),
-        **{
-            f"p{percent} ms": value
-            for percent, value in zip(_PERCENTILES, milliseconds, strict=True)
-        },
     }
 
 

@@ -22,10 +22,11 @@ import numpy as np
 import torch
 
 from benchmarks.build import METHOD, find_photos
-from benchmarks.harness import Say, Task, run, run_command
+from benchmarks.harness import Say, Task, run
 from benchmarks.report import Report
 from benchmarks.search import CAPTION
 from benchmarks.synthetic import make_synthetic
+from edje_index.bundles.feature_bundle import write_feature_bundle
 from edje_index.bundles.random_bundle import (
     TINY,
     UntrainedSizes,
@@ -38,7 +39,10 @@ from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.search.token_index import TokenIndex
+from edje_index.training.checkpoints import read_log
 from pipelines.jobs.build import build_index
+from pipelines.jobs.training.run import train
+from storage_formats.arrays import Floats
 from storage_formats.codecs import BF16, codec, precisions
 from storage_formats.format.layout import IndexSpec
 from storage_formats.token_store import TokenStore
@@ -301,26 +305,28 @@ class _Check:
         """
         if not Path("tiny").exists():
             create_untrained_bundle("tiny", sizes=TINY)
+        here = self.device.type
         lines = []
+        losses = list[Floats]()
         for at, path in enumerate(self._photos):
             captions = [f"a picture {at} of {thing}" for thing in ("dogs", "a red car")]
             lines.append(json.dumps({"path": str(path), "captions": captions}))
         Path("captions.jsonl").write_text("\n".join(lines))
-        run_command("model", "features", "tiny", "features")
-        build = ("captions.jsonl", "--model", "features", "--engine", "inline")
-        run_command("build", *build, "--max-failed", "1", "--out", "captions.edje")
-        losses = []
-        for device, chunk in (("cpu", 8), (self.device, 8), (self.device, 2)):
-            settings = (
-                "loop.steps=6 loop.batch_size=8 loop.dtype=float32 alignment.steps=0"
-                " architecture.dropout=0 fitting.pooled_dim=0 inputs.init=tiny"
-                f" run.log_every=1 run.device={device} run.chunk_pairs={chunk}"
-            ).split()
+        write_feature_bundle("tiny", "features")
+        build_index(
+            "captions.jsonl", "captions.edje", "features", engine="inline", max_failed=1
+        )
+        for device, chunk in (("cpu", 8), (here, 8), (here, 2)):
             out = f"{device}-{chunk}"
-            options = [f"--set={setting}" for setting in settings]
-            run_command("train", "captions.edje", "--out", out, *options)
-            log = Path(f"{out}.run/log.jsonl").read_text().splitlines()
-            steps = [step for step in map(json.loads, log) if "loss" in step]
+            train(
+                "captions.edje",
+                out,
+                loop={"steps": 6, "batch_size": 8, "dtype": "float32"},
+                architecture={"dropout": 0.0},
+                inputs={"init": "tiny"},
+                run={"log_every": 1, "device": device, "chunk_pairs": chunk},
+            )
+            steps = [step for step in read_log(Path(f"{out}.run")) if "loss" in step]
             losses.append(np.array([step["loss"] for step in steps]))
             difference = float(np.abs(losses[0] - losses[-1]).max())
             yield _result(

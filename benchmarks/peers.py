@@ -130,34 +130,6 @@ class Subject(ABC):
         return self.source.store.fetch_records(ids)
 
 
-class EdjeReader(Subject):
-    """This project's reader: `TokenStore.fetch` into a reused buffer."""
-
-    setting = (
-        "TokenStore.fetch into a buffer, decoded to bfloat16; blocks are checked by"
-        " compiled code, as in a process that has fetched 4 GiB or imported Numba; cold"
-        " calls of more than 512 blocks: O_DIRECT, up to 512 reads and 16 MiB in"
-        " flight; others: through the page cache"
-    )
-
-    def __init__(self, source: StoredRecords, folder: Path) -> None:
-        super().__init__(source, folder)
-        self.output_bytes = source.store.empty(1).nbytes
-
-    def open(self) -> None:
-        self._store = TokenStore.open(self.source.root, self.source.precision)
-
-    def fetch(self, ids: Ints, out: Records) -> Records:
-        self._store.fetch(
-            ids, out.view(BF16).reshape(len(ids), *self._store.block_shape)
-        )
-        return out
-
-    def expected(self, ids: Ints) -> Records:
-        blocks = [self.source.store.fetch([row_id]) for row_id in ids]
-        return np.stack(blocks).view(np.uint8).reshape(len(ids), -1)
-
-
 class EdjeRecords(Subject):
     """This project's reader without decoding: `TokenStore.fetch_records`."""
 
@@ -171,6 +143,31 @@ class EdjeRecords(Subject):
 
     def fetch(self, ids: Ints, out: Records) -> Records:
         return self._store.fetch_records(ids, out)
+
+
+class EdjeReader(EdjeRecords):
+    """This project's reader: `TokenStore.fetch` into a reused buffer."""
+
+    setting = (
+        "TokenStore.fetch into a buffer, decoded to bfloat16; blocks are checked by"
+        " compiled code, as in a process that has fetched 4 GiB or imported Numba; cold"
+        " calls of more than 512 blocks: O_DIRECT, up to 512 reads and 16 MiB in"
+        " flight; others: through the page cache"
+    )
+
+    def __init__(self, source: StoredRecords, folder: Path) -> None:
+        super().__init__(source, folder)
+        self.output_bytes = source.store.empty(1).nbytes
+
+    def fetch(self, ids: Ints, out: Records) -> Records:
+        self._store.fetch(
+            ids, out.view(BF16).reshape(len(ids), *self._store.block_shape)
+        )
+        return out
+
+    def expected(self, ids: Ints) -> Records:
+        blocks = [self.source.store.fetch([row_id]) for row_id in ids]
+        return np.stack(blocks).view(np.uint8).reshape(len(ids), -1)
 
 
 class Memmap(Subject):

@@ -281,7 +281,7 @@ def _full(study: Study, variant: Variant, dataset: str) -> Values:
 def _fetch(study: Study, _variant: Variant) -> Values:
     make = f"bench make-synthetic {OUT}/random.edje --rows {fetch.PAPER.rows}"
     index = study.command("synthetic", *make.split())[0] / "random.edje"
-    options = ["--paper", "--precision", "bf16", "--repeats", "3"]
+    options = ["--pool", fetch.PAPER.pool]
     report = study.command("fetch", "bench", "fetch", index, *options)[1]
     rates = {
         row["table"]: row["values"].get("GB/s")

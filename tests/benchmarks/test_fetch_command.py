@@ -68,12 +68,6 @@ def test_wrong_usage_is_refused_before_anything_is_written(
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_the_test_of_the_paper_needs_as_many_rows(run, index):
-    code, _, err = run("bench", "fetch", index, "--paper")
-    assert code == 2
-    assert "needs 100,000 rows, and the index has 300" in err
-
-
 def test_an_index_without_rows_is_refused(run, tmp_path):
     root = tmp_path / "index"
     write_random_index(root, ODD)
