@@ -214,15 +214,13 @@ class ParquetImages:
             metadata.row_group(group).num_rows
             for group in range(metadata.num_row_groups)
         )
-        *self._group_starts, self._rows = itertools.accumulate(sizes, initial=0)
+        *self._group_starts, _ = itertools.accumulate(sizes, initial=0)
         # A row group can only be read forward. Threads that read rows in order may be
         # in two groups. The file is read by one thread at a time.
         self._windows: dict[int, StreamWindow] = {}
         self._lock = threading.Lock()
 
     def read(self, offset: int, size: int) -> bytes:
-        if not 0 <= offset < self._rows:
-            raise ImageError("changed-since-plan", f"the file has no row {offset}")
         group = bisect.bisect_right(self._group_starts, offset) - 1
         row = offset - self._group_starts[group]
         with self._lock:
@@ -233,18 +231,9 @@ class ParquetImages:
             if len(self._windows) > 2:
                 del self._windows[next(iter(self._windows))]
             items = window.read(row, row + 1)
-        if not items:
-            raise ImageError(
-                "damaged-archive",
-                f"the Parquet file ends before row {offset}",
-            )
-        image = items[0].data
-        if image is None:
-            raise ImageError(
-                "changed-since-plan",
-                f"row {offset} has no image any more",
-            )
-        return image
+        if not items or items[0].data is None:
+            raise ImageError("changed-since-plan", f"the file has no image {offset}")
+        return items[0].data
 
     def close(self) -> None:
         self._parquet.close()

@@ -102,7 +102,8 @@ class TarArchive:
         # the end of the last member, where the next header or the end marker begins
         end = 0
         while True:
-            file = _HeaderFile(self, end)
+            file = RangedFile(self._header_bytes, _MAX_SIZE)
+            file.seek(end)
             try:
                 archive = tarfile.TarFile(
                     fileobj=cast(IO[bytes], file),
@@ -149,20 +150,11 @@ class TarArchive:
                 LookupError,
                 ArithmeticError,
                 RecursionError,
-            ) as error:
-                if file.reached_end:
-                    raise ImageError(
-                        "truncated-archive",
-                        f"the file ends inside the header at byte {end}",
-                    ) from error
-            # `tarfile` raises one of these errors at a damaged header, but also at the
-            # end marker. The bytes there tell the two apart.
-            marker = self.pread(tarfile.BLOCKSIZE, end)
-            if len(marker) < tarfile.BLOCKSIZE:
-                detail = (
-                    f"the file ends at byte {end + len(marker)} without an end marker"
-                )
-                raise ImageError("truncated-archive", detail)
+            ):
+                # `tarfile` raises one of these errors at a damaged header, but also at
+                # the end marker. The bytes there tell the two apart.
+                pass
+            marker = self._header_bytes(tarfile.BLOCKSIZE, end)
             if marker != _ZEROS:
                 raise ImageError(
                     "damaged-archive", f"the header at byte {end} is invalid"
@@ -176,6 +168,23 @@ class TarArchive:
                 return
             zeros = len(marker) - len(marker.lstrip(b"\0"))
             end += zeros // tarfile.BLOCKSIZE * tarfile.BLOCKSIZE
+
+    def _header_bytes(self, size: int, offset: int) -> bytes:
+        """Return bytes of a header. A damaged header can make `tarfile` request a very
+        long read.
+        """
+        if size > _MAX_HEADER:
+            raise ImageError(
+                "damaged-archive",
+                f"the header at byte {offset} has the invalid size {size}",
+            )
+        data = self.pread(size, offset)
+        if len(data) < size:
+            raise ImageError(
+                "truncated-archive",
+                f"the file ends at byte {offset + len(data)} without an end marker",
+            )
+        return data
 
     def read(self, offset: int, size: int) -> bytes:
         """Return the data of a member, given its offset and its size. Return fewer
@@ -242,45 +251,6 @@ class TarArchive:
                 f"the compressed data are damaged after {end} bytes of content: {error}"
             )
             raise ImageError(reason, detail) from error
-
-
-class _HeaderFile:
-    """File object from which `tarfile` reads headers. A damaged header can make
-    `tarfile` request a very long read, so `read` raises ImageError above `_MAX_HEADER`
-    bytes.
-
-    Attributes:
-        reached_end: True after a read that ended at the end of the file.
-    """
-
-    name = None
-    mode = "rb"
-
-    def __init__(
-        self,
-        archive: TarArchive,
-        position: int,
-    ) -> None:
-        self._archive = archive
-        self._position = position
-        self.reached_end = False
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, position: int) -> None:
-        self._position = position
-
-    def read(self, size: int) -> bytes:
-        if not 0 <= size <= _MAX_HEADER:
-            raise ImageError(
-                "damaged-archive",
-                f"the header at byte {self._position} has the invalid size {size}",
-            )
-        data = self._archive.pread(size, self._position)
-        self.reached_end |= len(data) < size
-        self._position += len(data)
-        return data
 
 
 def _chunks_of(stream: Any) -> Iterator[bytes]:
