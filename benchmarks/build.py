@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.harness import Say, Task, run
-from benchmarks.report import Report
+from benchmarks.harness import Report, Say, Task, run
 from edje_index import __version__
 from edje_index.bundles.random_bundle import UntrainedSizes, create_untrained_bundle
 from edje_index.images.decode import decode_rgb

@@ -30,7 +30,7 @@ def _run(job: Job, **changes: Any) -> Iterable[str]:
     """Run a benchmark and return the lines of its report. The exit code is 1 if a run
     failed or if its result was wrong.
     """
-    from benchmarks.report import report_lines
+    from benchmarks.harness import report_lines
 
     # SIGTERM raises KeyboardInterrupt, which also ends the process of the current run.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -60,7 +60,7 @@ def make_synthetic(
     Args:
         rows: number of rows.
     """
-    from benchmarks.synthetic import make_synthetic as write
+    from benchmarks.fetch import make_synthetic as write
 
     names = tuple(dict.fromkeys(precisions))
     spec = IndexSpec(rows, SHARD_SIZE, (64, 384), embed_dim=384, precisions=names)
@@ -233,10 +233,10 @@ def paper(
     from benchmarks.paper.experiments import (
         EXPERIMENTS,
         OF_A_MODEL,
+        Study,
         run_experiments,
         table_lines,
     )
-    from benchmarks.paper.study import Study
     from pipelines.jobs.hub import find_model
 
     names = tuple(EXPERIMENTS) if experiments == ("all",) else experiments

@@ -30,7 +30,7 @@ from benchmarks.disk import (
     load,
     resident,
 )
-from benchmarks.harness import Say, Task, run
+from benchmarks.harness import DEVICE, Report, Say, Task, faster, run, select
 from benchmarks.peers import (
     PEERS,
     READER,
@@ -40,15 +40,16 @@ from benchmarks.peers import (
     open_subject,
     subject_versions,
 )
-from benchmarks.report import DEVICE, Report, faster, select
 from storage_formats.arrays import Ints
 from storage_formats.cgroups import available_memory
-from storage_formats.codecs import codec, finest
+from storage_formats.codecs import BF16, codec, finest
 from storage_formats.errors import EdjeError, UsageError
+from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import Manifest
 from storage_formats.reading.files import sector_bytes
 from storage_formats.reading.memory import aligned_bytes
 from storage_formats.token_store import TokenStore
+from storage_formats.writing.index_writer import IndexWriter
 
 # number of candidates in a typical query
 QUERY = 100
@@ -85,6 +86,8 @@ _FIO_FILES = 100
 _PERCENTILES = (50, 95, 99)
 # smallest fraction of the requested bytes that a cold run must read from the disk
 _READ_AT_LEAST = 0.9
+# rows per batch of a synthetic index
+_SYNTHETIC_BATCH = 128
 # assumed duration of a run: a fixed part, and a part per gigabyte that the run reads
 _RUN_SECONDS = 1.5
 _GIGABYTE_SECONDS = 1.0
@@ -522,3 +525,29 @@ def verdict(rows: list[Report], draw: float) -> Iterator[str]:
         and row["subject"] != READER
     ]
     yield from faster(undecoded, RECORDS)
+
+
+def make_synthetic(out: Path, spec: IndexSpec) -> None:
+    """Write a finished index of random tokens to the missing or empty directory `out`.
+    Equal values of `spec` give equal tokens.
+
+    The index cannot be searched, because it has no model and no nearest-neighbour
+    index.
+    """
+    rng = np.random.default_rng(0)
+    with IndexWriter.create(
+        out,
+        block_shape=spec.block_shape,
+        embed_dim=spec.embed_dim,
+        precisions=spec.precisions,
+        shard_size=spec.shard_size,
+        encoder="synthetic",
+    ) as writer:
+        for start in range(0, spec.rows, _SYNTHETIC_BATCH):
+            count = min(_SYNTHETIC_BATCH, spec.rows - start)
+            tokens = rng.standard_normal(
+                (count, *spec.block_shape), dtype=np.float32
+            ).astype(BF16)
+            writer.append(
+                tokens, rng.standard_normal((count, spec.embed_dim), dtype=np.float32)
+            )

@@ -22,10 +22,9 @@ import numpy as np
 import torch
 
 from benchmarks.build import METHOD, find_photos
-from benchmarks.harness import Say, Task, run
-from benchmarks.report import Report
+from benchmarks.fetch import make_synthetic
+from benchmarks.harness import Report, Say, Task, run
 from benchmarks.search import CAPTION
-from benchmarks.synthetic import make_synthetic
 from edje_index.bundles.feature_bundle import write_feature_bundle
 from edje_index.bundles.random_bundle import (
     TINY,

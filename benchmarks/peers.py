@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from benchmarks.report import Report
+from benchmarks.harness import Report
 from edje_index import __version__
 from storage_formats.arrays import Ints
 from storage_formats.codecs import BF16, Records

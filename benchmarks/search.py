@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.disk import evict, peak_memory
-from benchmarks.harness import Say, Task, run
+from benchmarks.harness import Report, Say, Task, faster, run, select
 from benchmarks.peers import (
     PEERS,
     READER,
@@ -27,7 +27,6 @@ from benchmarks.peers import (
     open_subject,
     subject_versions,
 )
-from benchmarks.report import Report, faster, select
 from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.search.late_interaction_search import LateInteractionSearch, max_sim
 from storage_formats.arrays import Floats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.disk import describe_disk
-from benchmarks.synthetic import make_synthetic
+from benchmarks.fetch import make_synthetic
 from storage_formats.format.layout import IndexSpec
 
 SPEC = IndexSpec(

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import disk, fetch
 from benchmarks.fetch import PAPER, Workload, measure, run_fio, verdict
-from benchmarks.harness import summaries
+from benchmarks.harness import DEVICE, summaries
 from benchmarks.peers import (
     PEERS,
     READER,
@@ -24,7 +24,6 @@ from benchmarks.peers import (
     open_subject,
     subject_versions,
 )
-from benchmarks.report import DEVICE
 from pipelines import delete_rows
 from storage_formats import TokenStore, codec
 from tests.benchmarks.conftest import SPEC

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from benchmarks.report import DEVICE
+from benchmarks.harness import DEVICE
 from tests.conftest import REPO, write_random_index
 from tests.storage_formats.reading_cases import ODD
 

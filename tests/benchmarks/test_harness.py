@@ -7,8 +7,7 @@ import os
 import pytest
 
 from benchmarks import harness
-from benchmarks.harness import Task, run, summaries
-from benchmarks.report import faster, report_lines
+from benchmarks.harness import Task, faster, report_lines, run, summaries
 from storage_formats.errors import UsageError
 
 ABOUT = {

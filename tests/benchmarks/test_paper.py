@@ -15,8 +15,15 @@ from PIL import Image
 
 from benchmarks import fetch
 from benchmarks.paper import experiments
-from benchmarks.paper.experiments import EXPERIMENTS, measured
-from benchmarks.paper.study import LANGUAGES, MAIN_LANGUAGE, MAIN_TOWER, TOWERS, Study
+from benchmarks.paper.experiments import (
+    EXPERIMENTS,
+    LANGUAGES,
+    MAIN_LANGUAGE,
+    MAIN_TOWER,
+    TOWERS,
+    Study,
+    measured,
+)
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from storage_formats.errors import EdjeError
 from tests.command_line import run_here
