@@ -25,7 +25,7 @@ def test_says_what_is_missing_or_does_not_fit(tmp_path):
                 "language_model.bert.encoder.layer.1.output.dense.weight",
             )
         ),
-        ({"model": without("vision_projection")}, "adapter: missing"),
+        ({"model": without("vision_projection")}, "missing: vision_projection"),
         (
             {"model": state | wide},
             "width 20, but the joint encoder reads tokens of width 16",
