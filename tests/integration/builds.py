@@ -41,6 +41,4 @@ def contents(root: Path) -> dict[str, Any]:
     }
     found["rows"] = read_rows(root).drop_columns(list(TIMING_COLUMNS)).to_pylist()
     manifest = json.loads((root / "index.json").read_text())
-    return found | {
-        name: manifest[name] for name in ("plan", "counts", "rows", "shards", "ann")
-    }
+    return found | {name: manifest[name] for name in ("plan", "counts", "rows", "ann")}

@@ -451,14 +451,13 @@ def test_the_command(built, photos, run):
     before = files(built)
     code, output, _ = run("update", built, "--dry-run")
     assert (code, files(built)) == (0, before)
-    assert (
-        "9 inputs = 5 unchanged + 2 new + 1 changed + 0 duplicates + 1 failed; 2"
-        " vanished; would add 3 rows" in output
-    )
+    words = " ".join(output.split())
+    assert "inputs 9 indexed 3 failed 1" in words
+    assert "unchanged 5 new 2 changed 1 vanished 2" in words
     code, output, errors = run("update", built, "--engine", "inline", "--json")
     assert code == 0
     assert json.loads(output)["snapshot"] == 1
-    assert "2 inputs failed: not-an-image 2" in errors
+    assert "2 inputs failed; " in errors
     shutil.rmtree(photos)
     photos.mkdir()
     code, output, errors = run("update", built, "--json")
@@ -728,9 +727,9 @@ def test_what_was_deleted_stays_deleted_until_it_changes(
     (photos / "01.jpg").rename(photos / "71.jpg")
     check(update(built), stay_deleted=1, new=2)
     _, out, _ = run("update", built, "--engine", "inline")
-    assert "1 that stay deleted (see --restore)" in out
+    assert "stay deleted 1" in " ".join(out.split())
     _, out, _ = run("update", built, "--engine", "inline", "--restore")
-    assert "1 new" in out
+    assert "new 1" in " ".join(out.split())
     assert {"00.jpg", "71.jpg", "02.jpg"} <= row_ids(built).keys()
     # a later deletion counts again
     delete_rows(built, rows=[row_ids(built)["02.jpg"]])
