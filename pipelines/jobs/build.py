@@ -11,7 +11,7 @@ import os
 import queue
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -765,12 +765,12 @@ def _undecoded(
             for suffix in RAW_SUFFIXES & ignored.keys()
         }
     )
-    for receipt in receipts:
-        if not UNDECODED.isdisjoint(receipt.failed):
-            rows = read_staged_rows(layout, receipt.shard, ["reason", "detail"])
-            formats.update(
-                row["detail"] for row in rows.to_pylist() if row["reason"] in UNDECODED
-            )
+    undecoded = [each for each in receipts if not UNDECODED.isdisjoint(each.failed)]
+    formats.update(
+        row["detail"]
+        for row in failed_rows(layout, undecoded)
+        if row["reason"] in UNDECODED
+    )
     return formats
 
 
@@ -790,20 +790,21 @@ def _failed_duplicates(layout: Layout, receipts: Sequence[ShardReceipt]) -> int:
     return duplicates
 
 
+def failed_rows(layout: Layout, receipts: Sequence[ShardReceipt]) -> Iterator[Json]:
+    """Yield the columns uri, reason and detail of the failed rows of written shards, in
+    row order.
+    """
+    columns = ["uri", "reason", "detail", "status"]
+    for shard in sorted(receipt.shard for receipt in receipts if receipt.failed):
+        for row in read_staged_rows(layout, shard, columns).to_pylist():
+            if row["status"] == FAILED:
+                yield row
+
+
 def _first_failures(layout: Layout, receipts: Sequence[ShardReceipt]) -> str:
     """Return a text with the uris and reasons of the first failed inputs."""
-    shards = sorted(receipt.shard for receipt in receipts if receipt.failed)
-    tables = (
-        read_staged_rows(layout, shard, ["uri", "status", "reason"]).to_pylist()
-        for shard in shards
-    )
-    failed = (
-        f"{row['uri']} ({row['reason']})"
-        for rows in tables
-        for row in rows
-        if row["status"] == FAILED
-    )
-    return ", ".join(itertools.islice(failed, _NAMED_FAILURES))
+    first = itertools.islice(failed_rows(layout, receipts), _NAMED_FAILURES)
+    return ", ".join(f"{row['uri']} ({row['reason']})" for row in first)
 
 
 class ShardWorker:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -29,7 +30,6 @@ from pipelines.jobs.changing import (
 from pipelines.jobs.hub import send_to_hub
 from pipelines.jobs.plan import (
     check_disk,
-    holds_clips,
     recorded_sources,
     with_sources,
 )
@@ -667,22 +667,16 @@ def _refuse_different(indexes: Sequence[CommittedIndex]) -> None:
                 )
 
 
-def _properties(index: CommittedIndex) -> dict[str, str]:
-    """Return the properties that indexes must share to be merged, as texts by name."""
+def _properties(index: CommittedIndex) -> dict[str, Any]:
+    """Return the properties that indexes must share to be merged, by name."""
     manifest = index.manifest
     spec = manifest.spec
-    offset = "none"
-    if spec.offset is not None:
-        names = ", ".join(sorted(spec.offset.precisions))
-        offset = f"{spec.offset.crc32c:08x} of {names}"
-    frames = "images only"
-    if holds_clips(manifest):
-        frames = str(manifest.settings["frames"])
+    offset = spec.offset
     return {
-        "encoder fingerprint": str(manifest.model["fingerprint"]),
-        "block shape": " x ".join(map(str, spec.block_shape)),
-        "width of embeddings": str(spec.embed_dim),
-        "precisions": ", ".join(sorted(spec.precisions)),
-        "offset block": offset,
-        "frames per clip": frames,
+        "encoder fingerprint": manifest.model["fingerprint"],
+        "block shape": spec.block_shape,
+        "width of embeddings": spec.embed_dim,
+        "precisions": sorted(spec.precisions),
+        "offset block": offset and (offset.crc32c, sorted(offset.precisions)),
+        "number of frames per clip": manifest.settings.get("frames"),
     }

@@ -24,6 +24,7 @@ from pipelines.jobs.build import (
     BuildResult,
     earlier_plan,
     encoding,
+    failed_rows,
     result_of,
     source_names,
 )
@@ -75,7 +76,6 @@ from storage_formats.format.rows import (
     VALUE_SCHEMA,
     iter_rows,
     read_index_rows,
-    read_staged_rows,
 )
 from storage_formats.remote.urls import IndexLocation, local_path
 from storage_formats.writing.publish import next_first_row, total_counts
@@ -454,15 +454,12 @@ def add_images(
         work = encoding(change, plan, execution, on_event, needs_one=False)
 
         def check(receipts: Sequence[ShardReceipt]) -> None:
-            for row in read_staged_rows(
-                change.layout, receipts[-1].shard, ["uri", "reason", "detail"]
-            ).to_pylist():
-                if row["reason"] is not None:
-                    raise UsageError(
-                        f"the image of {row['uri']} cannot be indexed: {row['reason']}"
-                        f" ({row['detail']}); nothing was added",
-                        parameter="images",
-                    )
+            for row in failed_rows(change.layout, receipts[-1:]):
+                raise UsageError(
+                    f"the image of {row['uri']} cannot be indexed: {row['reason']}"
+                    f" ({row['detail']}); nothing was added",
+                    parameter="images",
+                )
 
         deleted = []
         names = pa.array(uris, pa.string())
