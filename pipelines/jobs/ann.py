@@ -21,11 +21,9 @@ from pipelines.progress.events import (
     progress_callback,
 )
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.committed_files import CommittedFiles
-from storage_formats.format.layout import EMBEDDING_FILE, IndexSpec
+from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import (
     Ann,
-    CommittedIndex,
     Manifest,
 )
 from storage_formats.format.places import Place
@@ -80,20 +78,6 @@ def new_ann(
     return build_ann(
         place, spec, request=request, on_progress=progress_callback(on_event)
     )
-
-
-def rebuilt_ann(
-    place: Place,
-    index: CommittedIndex,
-    request: AnnRequest,
-    on_event: OnEvent,
-) -> Ann:
-    """Build a new nearest-neighbour index of `index`. Return its description for the
-    manifest.
-    """
-    numbers = list(index.spec.shard_numbers())
-    index.fetch(CommittedFiles(index, EMBEDDING_FILE).files(numbers).values())
-    return new_ann(place, index.spec, request, on_event)
 
 
 def build_copied_ann(

@@ -50,8 +50,9 @@ from storage_formats.change import (
     now,
 )
 from storage_formats.errors import EdjeError, UsageError
+from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.journal import unfinished_journal
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import EMBEDDING_FILE, IndexSpec, Layout
 from storage_formats.format.manifest import (
     Ann,
     CommittedIndex,
@@ -173,7 +174,6 @@ class Edit:
         ann: request for a nearest-neighbour index, which replaces the present one.
         origins: indexes whose rows a new index gets. It also gets the offset block of
             the first, and a nearest-neighbour index of the same kind as theirs.
-        earlier: manifest of an earlier snapshot whose contents are restored.
         needs_indexed: True to commit nothing if `work` indexes no row.
     """
 
@@ -192,7 +192,6 @@ class Edit:
     offset: Offset | None = None
     ann: AnnRequest | None = None
     origins: Sequence[CommittedIndex] = ()
-    earlier: Manifest | None = None
     needs_indexed: bool = False
 
     def begin(self, change: IndexChange | NewIndex) -> None:
@@ -235,34 +234,32 @@ class Edit:
         changes_segments = self.spec.used_segments != before.spec.used_segments
         changes_rows = bool(len(self.values) or len(self.deleted))
         changes_rows |= self.removed not in (None, change.index.removed)
-        adds_snapshot = (
-            changes_segments or changes_rows or self.erases or self.earlier is not None
-        )
+        adds_snapshot = changes_segments or changes_rows or self.erases
         keeps_shape = self.spec == before.spec and self.settings is None
         keeps_model = self.model in (None, before.model)
         if keeps_shape and keeps_model and not adds_snapshot and not self.ann:
             # The edit changes nothing.
             return before
-        if self.earlier is None:
-            ann = before.ann
-            if changes_segments:
-                ann = before.ann_after_append()
-            if self.erases and before.ann_files:
-                # Import the module only here: the import takes several times as long as
-                # a deletion, and a deletion does not need the module.
-                from edje_index.indexing.faiss_build import ann_without_rows
+        layout = change.layout
+        index = change.index
+        ann = before.ann
+        if changes_segments:
+            ann = before.ann_after_append()
+        if self.erases and before.ann_files:
+            # Import the module only here: the import takes several times as long as a
+            # deletion, and a deletion does not need the module.
+            from edje_index.indexing.faiss_build import ann_without_rows
 
-                on_event(StatusMessage("changing the nearest-neighbour index"))
-                gone = change.index.deleted.with_rows(list(self.deleted))
-                gone_ids = gone.row_ids.tolist()
-                ann = ann_without_rows(change.layout, change.index, gone_ids)
-            elif self.ann is not None:
-                from pipelines.jobs.ann import rebuilt_ann
+            on_event(StatusMessage("changing the nearest-neighbour index"))
+            gone = index.deleted.with_rows(list(self.deleted))
+            ann = ann_without_rows(layout, index, gone.row_ids.tolist())
+        elif self.ann is not None:
+            from pipelines.jobs.ann import new_ann
 
-                ann = rebuilt_ann(change.layout, change.index, self.ann, on_event)
-            manifest = edited(change.layout, change.index, self, receipts, ann)
-        else:
-            manifest = self.earlier
+            numbers = list(index.spec.shard_numbers())
+            index.fetch(CommittedFiles(index, EMBEDDING_FILE).files(numbers).values())
+            ann = new_ann(layout, index.spec, self.ann, on_event)
+        manifest = edited(layout, index, self, receipts, ann)
         if adds_snapshot:
             manifest = change.new_snapshot(manifest, self.details, is_only=self.erases)
         change.commit(manifest)

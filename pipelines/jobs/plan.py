@@ -279,17 +279,9 @@ class Plan:
     @property
     def identity(self) -> Json:
         """Everything that determines the stored bytes, as a JSON object."""
-        settings = asdict(self.settings)
-        # Leave out settings with default values. A later version can then add a setting
-        # without a change of the fingerprints of existing plans.
-        for each in fields(self.settings):
-            if settings[each.name] == each.default:
-                del settings[each.name]
-        encoder = self.model["fingerprint"]
         return {
-            "version": 1,
-            "encoder": encoder,
-            "settings": settings,
+            "encoder": self.model["fingerprint"],
+            "settings": asdict(self.settings),
             "inputs": self.inputs_digest,
         }
 

@@ -140,7 +140,26 @@ def delete_rows(
     request = {"rows": [*map(int, rows)], "where": where} if erase else None
     with begin(index, "delete", request, dry_run=dry_run) as change:
         opened = change.index
-        selected, edit = deletion(opened, rows, where, with_duplicates=erase)
+        spec = opened.spec
+        selected = np.union1d(
+            check_row_ids(rows, spec.rows), rows_passing(opened, where)
+        )
+        check_rows_in_use(selected, spec)
+        if erase and opened.manifest.counts.duplicates:
+            gone = np.union1d(selected, opened.deleted.row_ids)
+            for table in iter_rows(opened, ["row_id", "duplicate_of"]):
+                originals = table["duplicate_of"].fill_null(-1).to_numpy()
+                duplicates = table["row_id"].to_numpy()[np.isin(originals, gone)]
+                selected = np.union1d(selected, duplicates)
+        deleted = selected[~opened.deleted.contain(selected)].tolist()
+        names = ["uri", "uri_raw", "content_hash"]
+        inputs = read_index_rows(opened, deleted, names).to_pylist()
+        edit = Edit(
+            spec,
+            details={"rows": len(deleted)},
+            deleted=deleted,
+            removed=opened.removed.union(input_hash(**each) for each in inputs),
+        )
         if erase and not dry_run:
             from pipelines.jobs.copy import erasure
 
@@ -152,51 +171,14 @@ def delete_rows(
     if erase and not dry_run:
         # An earlier change that was killed may have left files with the data.
         remove_snapshots(index, keep=1)
-    new = len(edit.deleted)
-    deleted_rows = opened.manifest.snapshot.deleted_rows + new
+    deleted_rows = opened.manifest.snapshot.deleted_rows + len(deleted)
     return DeleteResult(
-        deleted=tuple(edit.deleted),
-        already_deleted=selected - new,
+        deleted=tuple(deleted),
+        already_deleted=len(selected) - len(deleted),
         left=opened.manifest.counts.inputs - deleted_rows,
         snapshot=number,
         dry_run=dry_run,
         erased=deleted_rows if erase else 0,
-    )
-
-
-def deletion(
-    index: CommittedIndex,
-    rows: Sequence[int],
-    where: str | None,
-    *,
-    with_duplicates: bool,
-) -> tuple[int, Edit]:
-    """Return the number of selected rows, and the edit that deletes these rows. See
-    `delete_rows`.
-
-    Args:
-        with_duplicates: True to select the duplicates of these rows, and of the rows
-            that were deleted before, too.
-    """
-    spec = index.spec
-    given = check_row_ids(rows, spec.rows)
-    requested = np.union1d(given, rows_passing(index, where))
-    check_rows_in_use(requested, spec)
-    if with_duplicates and index.manifest.counts.duplicates:
-        gone = np.union1d(requested, index.deleted.row_ids)
-        for table in iter_rows(index, ["row_id", "duplicate_of"]):
-            originals = table["duplicate_of"].fill_null(-1).to_numpy()
-            duplicates = table["row_id"].to_numpy()[np.isin(originals, gone)]
-            requested = np.union1d(requested, duplicates)
-    new = requested[~index.deleted.contain(requested)].tolist()
-    names = ["uri", "uri_raw", "content_hash"]
-    inputs = read_index_rows(index, new, names).to_pylist()
-    removed = index.removed.union(input_hash(**each) for each in inputs)
-    return len(requested), Edit(
-        spec,
-        details={"rows": len(new)},
-        deleted=new,
-        removed=removed,
     )
 
 
@@ -275,9 +257,9 @@ def roll_back(
             )
         earlier = open_at(change.layout, snapshot)
         check_files(earlier, only_lengths=False)
-        manifest = earlier.manifest
-        edit = Edit(manifest.spec, {"to": snapshot}, earlier=manifest)
-        return SnapshotEntry.of(apply(change, edit, ignore, never).manifest)
+        manifest = change.new_snapshot(earlier.manifest, {"to": snapshot})
+        change.commit(manifest)
+        return SnapshotEntry.of(manifest)
 
 
 def remove_snapshots(
