@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from storage_formats.verify import verify_index as verify_index
     from storage_formats.writing.index_writer import IndexWriter as IndexWriter
 
-# The public names of `edje_index` and `storage_formats`, by the module that defines
-# them. Spaces separate the names from one module.
+# The public names, by the module that defines them. Spaces separate the names from
+# one module.
 _NAMES = {
     "edje_index.bundles.bundle": "ModelBundle write_feature_bundle",
     "edje_index.bundles.info": "BundleInfo read_bundle_info",
@@ -96,8 +96,6 @@ _NAMES = {
     "storage_formats.token_store": "TokenStore",
     "storage_formats.verify": "verify_index",
     "storage_formats.writing.index_writer": "IndexWriter",
-}
-JOBS = {
     "pipelines.jobs.ann": "add_ann",
     "pipelines.jobs.build": "BuildResult build_index",
     "pipelines.jobs.copy": "CopyResult compact_index copy_index merge_indexes",
@@ -109,12 +107,7 @@ JOBS = {
     "pipelines.jobs.update": "add_images append_index update_index",
     "pipelines.progress.events": "JobStopped",
 }
-"""The public names of `pipelines`, by the module that defines them. Spaces separate the
-names from one module.
-"""
-_MODULES = {
-    name: module for module, names in (_NAMES | JOBS).items() for name in names.split()
-}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted([*_MODULES, "__version__"])
 
@@ -125,7 +118,7 @@ def __getattr__(name: str) -> Any:
     from storage_formats.extras import name_missing_extra
     from storage_formats.launch import share_package
 
-    is_job = _MODULES[name] in JOBS
+    is_job = _MODULES[name].startswith("pipelines.")
     with name_missing_extra("build" if is_job else ""):
         if is_job:
             # Another installed package can also be called `pipelines`. Without this

@@ -143,8 +143,9 @@ def show(folder: Path, *, model: str | None = None) -> None:
     with name_missing_extra("serve"):
         from pipelines.service.guard import Limits
         from pipelines.service.server import address_of, listen, open_warm, run_service
-    from pipelines import build_index, update_index
+    from pipelines.jobs.build import build_index
     from pipelines.jobs.hub import DEMO, find_model
+    from pipelines.jobs.update import update_index
     from storage_formats.format.layout import Layout
 
     root = folder.resolve().with_name(f"{folder.resolve().name}.edje")
