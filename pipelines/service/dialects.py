@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from itertools import islice
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -254,20 +253,11 @@ async def embed(state: State, body: EmbedRequest) -> list[list[float]]:
     tokens = index.manifest.spec.block_shape[0]
     embeddings: list[list[float]] = []
     if texts:
-
-        def embed_texts(payloads: Sequence[Sequence[str]]) -> list[Any]:
-            every = iter(
-                model.text.encode(
-                    [text for texts in payloads for text in texts]
-                ).tolist()
-            )
-            return [list(islice(every, len(texts))) for texts in payloads]
-
         # Encoding a text with the text tower takes about as long as scoring a pair with
         # the joint encoder. Each text therefore costs as much as one pair.
         embeddings, _ = await state.batcher.submit(
             texts,
-            embed_texts,
+            lambda requests: [model.text.encode(each).tolist() for each in requests],
             cost=len(texts) * tokens,
             kind=("embed", index.store),
         )

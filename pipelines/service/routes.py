@@ -10,8 +10,8 @@ from dataclasses import asdict, replace
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from fastapi import Query, Request, Response
-from fastapi.responses import PlainTextResponse, StreamingResponse
+from fastapi import Depends, Query, Request, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import generate_latest
 from pydantic import Field, model_validator
 from starlette.exceptions import HTTPException
@@ -124,8 +124,6 @@ _TABLE_TYPES = {
     "csv": "text/csv; charset=utf-8",
     "parquet": "application/vnd.apache.parquet",
 }
-# number of bytes in each piece of a photo that is sent
-_PIECE_BYTES = 1 << 16
 
 
 @router.get("/healthz")
@@ -359,10 +357,19 @@ async def thumbnail(
     return Response(result.jpeg, media_type="image/jpeg", headers=headers)
 
 
+async def _turn(state: State) -> AsyncIterator[None]:
+    """Wait until few enough photos are sent. FastAPI resumes this generator when the
+    response has been sent.
+    """
+    async with state.photos:
+        yield
+
+
 @router.get(
     "/photos/{row_id}",
     response_class=Response,
     responses={200: {"content": {"application/octet-stream": {}}}},
+    dependencies=[Depends(_turn)],
 )
 async def photo(state: State, request: Request, row_id: PathRowId) -> Response:
     """Return the image file of a row, with the bytes that were indexed. Return status
@@ -372,22 +379,10 @@ async def photo(state: State, request: Request, row_id: PathRowId) -> Response:
     if row is None:
         return Response(status_code=304, headers=headers)
 
-    async def content() -> AsyncIterator[bytes]:
-        async with state.photos:
-            data = await state.files.run(read_photo, row)
-            yield b""
-            for start in range(0, len(data), _PIECE_BYTES):
-                yield data[start : start + _PIECE_BYTES]
-
-    pieces = content()
     try:
-        # Run `content` up to its first `yield`, which comes after the photo is read. If
-        # reading fails, the response has not begun and can still have status 404.
-        await anext(pieces)
+        data = await state.files.run(read_photo, row)
     except PHOTO_ERRORS as error:
         raise HTTPException(
             404, f"row {row_id} cannot be sent: {describe_photo_error(error)}"
         ) from error
-    return StreamingResponse(
-        pieces, media_type="application/octet-stream", headers=headers
-    )
+    return Response(data, media_type="application/octet-stream", headers=headers)
