@@ -143,20 +143,19 @@ def describe_progress(
     done = f"{progress.done:,}"
     if progress.total is not None:
         done += f"/{progress.total:,}"
-    parts = [done]
     if speed is not None:
-        parts.append(f"{speed:,.1f}/s")
-    if seconds_left:
-        parts.append(f"{duration(seconds_left)} left")
+        done += f", {speed:,.1f}/s"
+    shards = None
     if progress.shards is not None:
-        parts.append(f"shards {progress.finished_shards:,}/{progress.shards:,}")
-        if progress.failed:
-            parts.append(f"{progress.failed:,} failed")
-        if progress.bottleneck is not None:
-            parts.append(f"bottleneck {progress.bottleneck}")
-            if progress.busy:
-                parts.append(f"busy ({as_text(progress.busy)})")
-    return ", ".join(parts)
+        shards = f"{progress.finished_shards:,}/{progress.shards:,}"
+    figures = {
+        "left": duration(seconds_left) if seconds_left else None,
+        "shards": shards,
+        "failed": progress.failed or None,
+        "bottleneck": progress.bottleneck,
+        "busy": progress.busy,
+    }
+    return ", ".join(filter(None, [done, as_text(figures)]))
 
 
 @contextlib.contextmanager

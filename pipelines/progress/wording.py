@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from typing import Any
 
 # number of items of a list that are shown
@@ -28,12 +29,8 @@ def human_bytes(size: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration, given in seconds, with the two largest units: "3m13s"."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+    """Format a duration, given in seconds: "0:03:13"."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 # zero-width joiners and marks of direction: they belong to the spelling of words, for

@@ -54,7 +54,7 @@ def test_plain_lines_do_not_flood():
     lines = stream.getvalue().splitlines()
     assert 9 <= len(lines) <= 11
     assert lines[-1].startswith("indexing: ")
-    assert "10.0/s, 15m" in lines[-1]
+    assert "10.0/s, left 0:15:" in lines[-1]
     assert "\x1b" not in stream.getvalue()
 
 
