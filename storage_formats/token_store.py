@@ -30,7 +30,7 @@ from storage_formats.reading.batch import Batch
 from storage_formats.reading.checksums import BlockChecksums
 from storage_formats.reading.files import TokenFiles
 from storage_formats.reading.local_reads import LocalReads
-from storage_formats.reading.memory import BufferPool
+from storage_formats.reading.memory import lend
 from storage_formats.reading.object_reads import OBJECT_STORE, ObjectReads
 from storage_formats.reading.request import ReadRequest
 from storage_formats.reading.sinks import BlockSink, RecordSink, ScoreSink, Sink
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["Check", "RowIds", "TokenStore"]
 
 Check: TypeAlias = Literal["first", "always"]
-
-_results = BufferPool()
-"""Pool of memory for the arrays that `fetch`, `fetch_records` and `empty` return."""
 
 
 class TokenStore:
@@ -300,7 +297,7 @@ class TokenStore:
         view = self._view
         ids = view.checked(row_ids)
         shape = (len(ids), view.codec.record_bytes)
-        out = _results.lend(shape[0] * shape[1]).reshape(shape) if out is None else out
+        out = lend(shape[0] * shape[1]).reshape(shape) if out is None else out
         check_out(out, shape, np.dtype(np.uint8))
         view.read(ids, out, RecordSink(out), hole=fill_record(view.codec)[0])
         return out
@@ -350,7 +347,7 @@ class TokenStore:
         """
         m, d = self.block_shape
         count = as_count(count, "count", least=0)
-        memory = _results.lend(count * m * d * BF16.itemsize)
+        memory = lend(count * m * d * BF16.itemsize)
         blocks: Blocks = memory.view(BF16).reshape(count, m, d)
         return blocks
 
@@ -395,9 +392,7 @@ class TokenStore:
         return holes(blocks)
 
     def close(self) -> None:
-        """Close the shard files and free buffers. A later call of `fetch` opens the
-        files again.
-        """
+        """Close the shard files. A later call of `fetch` opens the files again."""
         view = self._view
         view.reads.close()
         view.checksums.close()

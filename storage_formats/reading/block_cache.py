@@ -29,7 +29,7 @@ from storage_formats.cache import cache_directory
 from storage_formats.errors import UsageError
 from storage_formats.format.checksum import crc32c
 from storage_formats.reading.checksums import BlockChecksums
-from storage_formats.reading.memory import BufferPool
+from storage_formats.reading.memory import lend
 from storage_formats.reading.records import checksums_at
 from storage_formats.reading.request import ReadRequest
 from storage_formats.threads import fork_safe_lock, run_threads
@@ -81,16 +81,13 @@ class BlockCache:
             object writes between two removals.
     """
 
-    def __init__(
-        self, url: str, checksums: BlockChecksums, limit: int, buffers: BufferPool
-    ) -> None:
+    def __init__(self, url: str, checksums: BlockChecksums, limit: int) -> None:
         self._root = cache_directory() / "blocks"
         self._size = checksums.record_bytes
         name = hashlib.sha256(url.encode()).hexdigest()[:32]
         self._folder = self._root / f"{name}-{self._size}"
         self._checksums = checksums
         self._zeros_crc = crc32c(bytes(self._size))
-        self._buffers = buffers
         self._limit = limit
         self._step = max(1, min(limit // 16, _MAX_STEP))
         # Bytes written since the last removal. With this first value, the first write
@@ -108,7 +105,7 @@ class BlockCache:
         """
         size = self._size
         batch = request.batch[piece]
-        buffer = self._buffers.borrow(len(batch) * size)
+        buffer = lend(len(batch) * size)
         is_cached = np.zeros(len(batch), dtype=np.bool_)
         # without gaps, the records have the same indices in the buffer as in the batch
         ranges, _ = batch.ranges(size)
@@ -140,7 +137,6 @@ class BlockCache:
             is_checked = np.ones(len(cached), dtype=np.bool_)
             part = piece.start + cached
             request.take(sources[cached], part, buffer, is_checked=is_checked)
-        self._buffers.give_back(buffer)
         return is_cached
 
     def write(self, shard: int, position: int, records: memoryview) -> None:

@@ -6,19 +6,20 @@ from collections import OrderedDict
 
 import numpy as np
 
-from storage_formats.errors import CorruptIndexError
+from storage_formats.errors import CorruptIndexError, cannot_read
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.file_check import check_content
+from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import checksum_file
 from storage_formats.reading.batch import Batch
-from storage_formats.reading.files import ShardFiles, TokenFiles, read_ranges
+from storage_formats.reading.files import TokenFiles
 from storage_formats.reading.records import Checksums
-from storage_formats.threads import fork_safe_lock
+from storage_formats.threads import fork_safe_lock, run_threads
 
 # maximum size of the checksums in memory: 4 bytes for each of 16 million rows
 _KEPT_BYTES = 64 << 20
-# maximum number of checksum files that are open at the same time
-_OPEN_FILES = 64
+# number of threads that read checksum files
+_THREADS = 16
 # maximum number of row ids in an error message
 _NAMED_ROWS = 5
 
@@ -37,7 +38,6 @@ class BlockChecksums:
         self._index = tokens.index
         name = checksum_file(tokens.codec.name)
         self._committed = CommittedFiles(tokens.index, name)
-        self._files = ShardFiles(tokens.index.root, name)
         self._spec = tokens.index.manifest.spec
         self._kept: OrderedDict[int, Checksums] = OrderedDict()
         self._lock = fork_safe_lock()
@@ -89,30 +89,26 @@ class BlockChecksums:
     def _load(self, shards: list[int]) -> dict[int, Checksums]:
         entries = self._committed.files(shards)
         self._index.fetch(entries.values())
-        checksums: dict[int, Checksums] = {}
-        for start in range(0, len(shards), _OPEN_FILES):
-            files = self._files.acquire(shards[start : start + _OPEN_FILES])
+        layout = self._index.layout
+        loaded: dict[int, Checksums] = {}
+
+        def load(shard: int) -> None:
+            rows = self._spec.shard_rows(shard)
+            path = layout.checksums(self._tokens.codec.name, shard)
             try:
-                requests = []
-                for shard, file in files.items():
-                    rows = self._spec.shard_rows(shard)
-                    if file.size != 4 * len(rows):
-                        raise CorruptIndexError(
-                            f"the checksum file {file.path} does not have"
-                            f" {4 * len(rows)} bytes (4 per row)",
-                            row_ids=tuple(rows),
-                            remedy="verify",
-                        )
-                    content = np.empty(file.size, dtype=np.uint8)
-                    checksums[shard] = content.view("<u4")
-                    requests.append((file, 0, content.data))
-                read_ranges(requests)
-                for shard, file in files.items():
-                    rows = self._spec.shard_rows(shard)
-                    content = checksums[shard].view(np.uint8)
-                    check_content(file.path, entries[shard], content, row_ids=rows)
-            finally:
-                self._files.release(files)
-                # the contents are in memory, so the files need not stay open
-                self._files.close()
-        return checksums
+                data = read_index_file(layout.root, path, max_bytes=4 * len(rows))
+            except OSError as error:
+                raise cannot_read(path, error) from error
+            check_content(path, entries[shard], data, row_ids=rows)
+            # the shard table may be wrong, too
+            if len(data) != 4 * len(rows):
+                raise CorruptIndexError(
+                    f"the checksum file {path} does not have {4 * len(rows)} bytes (4"
+                    " per row)",
+                    row_ids=tuple(rows),
+                    remedy="verify",
+                )
+            loaded[shard] = np.frombuffer(data, "<u4")
+
+        run_threads(load, shards, min(_THREADS, len(shards)))
+        return loaded

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from storage_formats.reading.batch import PIECE_RECORDS, Ints
 from storage_formats.reading.files import ShardFile, ShardFiles
-from storage_formats.reading.memory import BufferPool, Bytes
+from storage_formats.reading.memory import Bytes, lend
 from storage_formats.reading.queues import Queue, QueuePool, RequestError
 from storage_formats.reading.request import ReadRequest
 
@@ -40,16 +40,12 @@ _PART_SHARE = 4
 
 
 def read_direct(
-    request: ReadRequest, files: ShardFiles, queues: QueuePool, buffers: BufferPool
+    request: ReadRequest, files: ShardFiles, queues: QueuePool
 ) -> Generator[None, None, None]:
     """Read all records of a request with direct I/O, with several pieces in flight.
     Yield after each part of the work.
 
     After the generator ends or is closed, no read of the kernel writes to the sink.
-
-    Args:
-        buffers: pool of buffers for records that cannot be read directly into the
-            sink.
 
     Raises:
         RequestError: the queue or a request was refused, or a request failed or read
@@ -65,17 +61,16 @@ def read_direct(
             # processed in the next round, after the queue has been filled again, so
             # that the disk never waits for the processor.
             while _is_full(queue, flights):
-                _process(request, queue, flights, files, buffers)
+                _process(request, queue, flights, files)
                 _wait(queue, flights)
                 yield
-            _launch(request, number, piece, queue, flights, files, buffers)
+            _launch(request, number, piece, queue, flights, files)
         while flights:
-            _process(request, queue, flights, files, buffers)
+            _process(request, queue, flights, files)
             _wait(queue, flights)
             yield
     except BaseException:
-        # This waits for the requests in flight. Their buffers are not returned to the
-        # pool.
+        # This waits for the requests in flight.
         queue.close()
         for flight in flights.values():
             files.release(flight.files)
@@ -96,8 +91,7 @@ class _Flight:
         is_read: bool [r], whether each request is complete and its records are not
             processed yet.
         missing: number of requests in flight.
-        buffer: buffer from the pool that the requests write to. None if they write to
-            the sink.
+        buffer: buffer that the requests write to. None if they write to the sink.
     """
 
     part: slice
@@ -117,7 +111,6 @@ def _launch(
     queue: Queue,
     flights: dict[int, _Flight],
     files: ShardFiles,
-    buffers: BufferPool,
 ) -> None:
     """Start the requests for the records `request.batch[piece]`."""
     size = request.checksums.record_bytes
@@ -146,7 +139,7 @@ def _launch(
         buffer = None
         addresses = records.ctypes.data + batch.out_indices[first] * size
     else:
-        buffer = buffers.borrow(int(lengths.sum()))
+        buffer = lend(int(lengths.sum()))
         addresses = buffer.ctypes.data + np.cumsum(lengths) - lengths
     request_of = np.repeat(np.arange(len(first)), count)
     flights[number] = _Flight(
@@ -201,7 +194,6 @@ def _process(
     queue: Queue,
     flights: dict[int, _Flight],
     files: ShardFiles,
-    buffers: BufferPool,
 ) -> None:
     """Process the records of completed requests. Meanwhile, the kernel reads."""
     # While requests are in flight, the device is the bottleneck, and more threads would
@@ -220,6 +212,4 @@ def _process(
             flight.is_read[:] = False
         if not flight.missing:
             del flights[number]
-            if flight.buffer is not None:
-                buffers.give_back(flight.buffer)
             files.release(flight.files)

@@ -34,7 +34,7 @@ from storage_formats.reading.files import (
     open_files,
 )
 from storage_formats.reading.mapped import MAPPED_SHARDS, MappedShards
-from storage_formats.reading.memory import BufferPool
+from storage_formats.reading.memory import lend
 from storage_formats.reading.queues import QueuePool, RequestError, can_queue
 from storage_formats.reading.request import ReadRequest
 from storage_formats.reading.sinks import Sink
@@ -88,7 +88,6 @@ class LocalReads:
         root = tokens.index.root
         self._record_bytes = tokens.codec.record_bytes
         self._name = name
-        self._buffers = BufferPool()
         self._spec = tokens.index.manifest.spec
         self._is_wide = self._spec.used_shards > open_files()
         self._files = ShardFiles(root, tokens.name)
@@ -131,7 +130,7 @@ class LocalReads:
             try:
                 if engine == "direct":
                     files = self._direct_files
-                    run_apart(read_direct(part, files, self._queues, self._buffers))
+                    run_apart(read_direct(part, files, self._queues))
                 elif engine == "mapped":
                     self._mapped.read(part)
                 else:
@@ -151,7 +150,7 @@ class LocalReads:
             # Without gaps between the records, the buffer has the records of the batch
             # in the same order.
             ranges, _ = batch.ranges(size)
-            buffer = self._buffers.borrow(len(batch) * size)
+            buffer = lend(len(batch) * size)
             memory = buffer.data
             requests = [
                 (files[shard], position * size, memory[start * size : stop * size])
@@ -167,9 +166,6 @@ class LocalReads:
                     request.take(sources, records, buffer)
             finally:
                 self._files.release(files)
-            # This is not in the `finally` block: after an exception, a thread may still
-            # use the buffer, so the buffer must not be used again.
-            self._buffers.give_back(buffer)
 
     def split(self, batch: Batch) -> list[tuple[str, Batch]]:
         """Choose an engine for each shard of `batch`. Return each engine with the
@@ -218,7 +214,7 @@ class LocalReads:
         return records
 
     def close(self) -> None:
-        """Close all files, and free idle queues and buffers. A later read opens the
+        """Close all files, and free idle queues. A later read opens the
         files again.
         """
         self._queues.close()
@@ -226,7 +222,6 @@ class LocalReads:
         vars(self).pop("_mapped", None)
         self._files.close()
         self._direct_files.close()
-        self._buffers.close()
 
     def _are_cached(self, batch: Batch) -> NDArray[np.bool_]:
         """Return whether the page cache holds the shard of each record, bool [n]. The

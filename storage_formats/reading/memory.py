@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import weakref
-from collections import deque
+import sys
 
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.threads import fork_safe_lock
-
 # The memory of arrays up to this size is used again.
 _LARGEST_LENT = 64 << 20
 _SMALLEST_BUFFER = 64 << 10
-_KEPT_BYTES = 128 << 20
+_KEPT_BYTES = 256 << 20
 _HUGE_PAGE = 2 << 20
 
 Bytes = NDArray[np.uint8]
@@ -65,90 +62,41 @@ def offset_of(addresses: NDArray[np.int64]) -> NDArray[np.int64]:
     return addresses - _FIRST_ADDRESS
 
 
-class _Owner:
-    """The owner of the memory of a lent array. Each view of the array refers to it."""
+# Buffers that are lent, or idle, by (length, address). Those lent last come last.
+_pool: dict[tuple[int, int], Bytes] = {}
+_example = [object()]
+# what `getrefcount` returns for an object that only a list refers to
+_IDLE = sys.getrefcount(_example[0])
 
-    def __init__(self, buffer: Bytes, size: int) -> None:
-        self._buffer = buffer
-        self.__array_interface__ = buffer[:size].__array_interface__
 
+def lend(size: int) -> Bytes:
+    """Return a page-aligned array with arbitrary contents, uint8 [size]. Its memory is
+    used again when neither the array nor a view of it exists any more.
 
-class _Loan(weakref.ref[_Owner]):
-    """A weak reference to the owner of a lent array. It keeps the buffer, so that the
-    pool can take the buffer back when the owner no longer exists.
+    The memory of an array of more than 64 MiB is not used again. The process keeps at
+    most 256 MiB for other arrays.
     """
-
-    buffer: Bytes
-
-
-class BufferPool:
-    """A pool of buffers that are used again, because new memory costs page faults.
-    Thread-safe.
-    """
-
-    def __init__(self) -> None:
-        # The lock is reentrant, because a signal handler that fetches blocks may
-        # interrupt a method that holds the lock.
-        self._lock = fork_safe_lock()
-        self._free: dict[int, list[Bytes]] = {}
-        self._kept_bytes = 0
-        self._loans: set[_Loan] = set()
-        self._lent_bytes = 0
-        # Loans whose owners no longer exist. They are added by `append`, which is
-        # written in C, and not by a destructor: if a signal handler raises an exception
-        # while a destructor runs, Python drops the exception.
-        self._ended: deque[_Loan] = deque()
-
-    def borrow(self, size: int) -> Bytes:
-        """Return a page-aligned buffer of at least `size` bytes. The contents are
-        arbitrary.
-        """
-        size = max(_SMALLEST_BUFFER, 1 << (size - 1).bit_length())
-        with self._lock:
-            while self._ended:
-                loan = self._ended.popleft()
-                self._loans.discard(loan)
-                self._lent_bytes -= len(loan.buffer)
-                self.give_back(loan.buffer)
-            if self._free.get(size):
-                self._kept_bytes -= size
-                return self._free[size].pop()
+    if size > _LARGEST_LENT:
         return aligned_bytes(size)
-
-    def give_back(self, buffer: Bytes) -> None:
-        """Return a buffer to the pool. The pool keeps at most 128 MiB."""
-        with self._lock:
-            if len(buffer) <= _KEPT_BYTES:
-                if self._kept_bytes + len(buffer) > _KEPT_BYTES:
-                    # Free all other buffers, because the size of this buffer is the
-                    # most likely to be requested next.
-                    self.close()
-                self._kept_bytes += len(buffer)
-                self._free.setdefault(len(buffer), []).append(buffer)
-
-    def lend(self, size: int) -> Bytes:
-        """Return an array with arbitrary contents, uint8 [size]. Its memory is used
-        again when neither the array nor a view of it exists any more.
-
-        The memory of an array is not used again if the array has more than 64 MiB, or
-        if more than 128 MiB would be lent at the same time.
-        """
-        if size > _LARGEST_LENT:
-            return aligned_bytes(size)
-        buffer = self.borrow(size)
-        with self._lock:
-            if self._lent_bytes + len(buffer) > _KEPT_BYTES:
-                return buffer[:size]
-            self._lent_bytes += len(buffer)
-            owner = _Owner(buffer, size)
-            loan = _Loan(owner, self._ended.append)
-            loan.buffer = buffer
-            self._loans.add(loan)
-        memory: Bytes = np.asarray(owner)
-        return memory
-
-    def close(self) -> None:
-        """Free the idle buffers."""
-        with self._lock:
-            self._free.clear()
-            self._kept_bytes = 0
+    length = max(_SMALLEST_BUFFER, 1 << (size - 1).bit_length())
+    for key in reversed(list(_pool)):
+        if key[0] == length:
+            # While this thread looks at the buffer, no other thread and no signal
+            # handler finds it in the pool.
+            held = [_pool.pop(key, None)]
+            if held[0] is not None:
+                # each array that was lent, and each view of it, refers to the buffer
+                is_idle = sys.getrefcount(held[0]) == _IDLE
+                memory = held[0][:size]
+                _pool[key] = held[0]
+                if is_idle:
+                    return memory
+    keys = list(_pool)
+    kept = sum(each for each, _ in keys)
+    for key in keys:
+        if kept + length > _KEPT_BYTES:
+            _pool.pop(key, None)
+            kept -= key[0]
+    buffer = aligned_bytes(length)
+    _pool[length, buffer.ctypes.data] = buffer
+    return buffer[:size]

@@ -17,7 +17,7 @@ from storage_formats.reading.batch import Ints
 from storage_formats.reading.block_cache import BlockCache, cache_bytes
 from storage_formats.reading.checksums import BlockChecksums
 from storage_formats.reading.files import TokenFiles
-from storage_formats.reading.memory import BufferPool, Bytes
+from storage_formats.reading.memory import Bytes, lend
 from storage_formats.reading.request import ReadRequest
 from storage_formats.reading.sinks import Sink
 from storage_formats.remote.objects import ObjectFolder
@@ -45,10 +45,9 @@ class ObjectReads:
         self._folder = folder
         self._tokens = tokens
         self._size = checksums.record_bytes
-        self._buffers = BufferPool()
         self._cache: BlockCache | None = None
         if limit := cache_bytes():
-            self._cache = BlockCache(folder.url, checksums, limit, self._buffers)
+            self._cache = BlockCache(folder.url, checksums, limit)
 
     def length(self, shard: int) -> int:
         """Return the length of the token object of a shard in bytes; 0 if it does
@@ -81,7 +80,6 @@ class ObjectReads:
             # The requests of the next piece need the processor too, so only one thread
             # decodes while they are in flight.
             request.take(sources, part, buffer, threads=1 if pieces else None)
-            self._buffers.give_back(buffer)
 
         try:
             for piece in request.batch.pieces(_PIECE_RECORDS):
@@ -96,7 +94,7 @@ class ObjectReads:
                 ranges, indices = missing.ranges(
                     size, gap=_GAP_BYTES // size, longest_bytes=_RUN_BYTES
                 )
-                buffer = self._buffers.borrow(ranges[-1][-1] * size)
+                buffer = lend(ranges[-1][-1] * size)
                 futures = []
                 for shard, position, start, stop in ranges:
                     target = buffer[start * size : stop * size]
@@ -111,8 +109,7 @@ class ObjectReads:
             threads.shutdown(cancel_futures=True)
 
     def close(self) -> None:
-        """Free the idle buffers."""
-        self._buffers.close()
+        """Do nothing, because no file is open."""
 
     def _read_range(self, shard: int, position: int, target: Bytes) -> None:
         start = position * self._size

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from storage_formats.reading.batch import PIECE_RECORDS, Ints
-from storage_formats.threads import fork_safe_lock
 
 # Maximum number of requests in flight of one queue. This number keeps a disk busy
 # (docs/lab/storage-io.md), and has room for four pieces of 128 requests.
@@ -206,7 +205,6 @@ class QueuePool:
     """
 
     def __init__(self) -> None:
-        self._lock = fork_safe_lock()
         self._free: list[Queue] = []
         self._owner = os.getpid()
 
@@ -217,12 +215,12 @@ class QueuePool:
         Raises:
             RequestError: the kernel refuses to create a queue.
         """
-        with self._lock:
-            if self._owner != os.getpid():
-                self._free = []
-                self._owner = os.getpid()
-            if self._free:
-                return self._free.pop()
+        if self._owner != os.getpid():
+            self._free = []
+            self._owner = os.getpid()
+        # `pop` is atomic
+        with contextlib.suppress(IndexError):
+            return self._free.pop()
         try:
             return Queue(ENTRIES)
         except OSError:
@@ -235,10 +233,8 @@ class QueuePool:
 
     def give_back(self, queue: Queue) -> None:
         """Return an idle queue to the pool."""
-        with self._lock:
-            self._free.append(queue)
+        self._free.append(queue)
 
     def close(self) -> None:
         """Free the idle queues."""
-        with self._lock:
-            self._free.clear()
+        self._free.clear()

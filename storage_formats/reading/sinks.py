@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from storage_formats.codecs import Blocks, Codec, Records
 from storage_formats.reading.batch import Ints
-from storage_formats.reading.memory import ADDRESS_SPACE, BufferPool, offset_of
+from storage_formats.reading.memory import ADDRESS_SPACE, lend, offset_of
 from storage_formats.reading.records import copy_records
 
 _BYPASS_FROM = 32 << 20
@@ -27,7 +27,6 @@ bypass the processor's cache. They make copies of 480 MB twice as fast
 (docs/lab/storage-io.md). A smaller output fits into the cache, from which the caller
 then reads it.
 """
-_buffers = BufferPool()
 
 
 @dataclass(frozen=True)
@@ -90,18 +89,14 @@ class ScoreSink:
         # a bf16 record is the block, so it is scored where it lies
         words = ADDRESS_SPACE.view(np.uint16)
         starts = offset_of(sources) // 2
-        buffer = None
         if self.codec.has_offset:
-            buffer = _buffers.borrow(count * 2 * m * d)
-            words = buffer.view(np.uint16)
+            words = lend(count * 2 * m * d).view(np.uint16)
             order = np.arange(count)
             starts = order * (m * d)
             moves = (offset_of(sources), order)
             self.codec.decode_at(ADDRESS_SPACE, moves, words)
         scores = np.empty(count, np.float32)
         max_sim(words, starts, self._padded_query, scores, (m, d, len(self.query)))
-        if buffer is not None:
-            _buffers.give_back(buffer)
         self.scores[out_indices] = scores
 
     @functools.cached_property

@@ -189,15 +189,15 @@ class ObjectFolder:
         import obstore
         from obstore.exceptions import PreconditionError
 
-        if etag is None:
-            return memoryview(obstore.get_range(self.store, key, start=start, end=stop))
+        options: Any = {"range": (start, stop)}
+        if etag is not None:
+            options["if_match"] = etag
         try:
-            result = obstore.get(
-                self.store, key, options={"range": (start, stop), "if_match": etag}
-            )
+            result = obstore.get(self.store, key, options=options)
         except PreconditionError as error:
             raise ObjectChangedError(f"{self.url_of(key)} has changed") from error
-        if result.meta["e_tag"] not in (None, etag):
+        # some servers ignore the condition
+        if etag is not None and result.meta["e_tag"] not in (None, etag):
             raise ObjectChangedError(f"{self.url_of(key)} has changed")
         return memoryview(result.bytes())
 

@@ -22,7 +22,6 @@ from pipelines import copy_index
 from storage_formats import IndexSpec, TokenStore, UsageError
 from storage_formats.reading import block_cache
 from storage_formats.reading.block_cache import BlockCache, cache_bytes
-from storage_formats.reading.memory import BufferPool
 from tests.command_line import environment
 from tests.conftest import same_bits, write_random_index
 from tests.object_store import use_endpoint
@@ -238,7 +237,7 @@ def test_processes_share_a_tiny_cache_and_killed_writers_do_no_harm(
 
 def test_the_files_used_last_stay(tmp_path, monkeypatch):
     monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
-    cache = BlockCache(URL, SimpleNamespace(record_bytes=50_000), 1 << 20, BufferPool())
+    cache = BlockCache(URL, SimpleNamespace(record_bytes=50_000), 1 << 20)
     data = memoryview(os.urandom(50_000))
     for shard in range(16):
         cache.write(shard, 0, data)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from storage_formats.reading.memory import _KEPT_BYTES, _LARGEST_LENT, BufferPool
+from storage_formats.reading import memory
+from storage_formats.reading.memory import _KEPT_BYTES, _LARGEST_LENT, lend
 
 SIZE = 3 << 20
 
@@ -20,57 +22,66 @@ def address(array: np.ndarray) -> int:
 @pytest.mark.parametrize("derive", ["itself", "view", "tensor"])
 def test_memory_is_lent_again_only_after_its_last_view(derive):
     torch = pytest.importorskip("torch")
-    pool = BufferPool()
     views = {
         "itself": lambda array: array,
         "view": lambda array: array[8:].view(np.int16).reshape(-1, 2)[::3],
         "tensor": lambda array: torch.from_numpy(array.view(np.int16))[5:].view(-1),
     }
-    first = pool.lend(SIZE)
+    first = lend(SIZE)
     first[:] = 7
     where = address(first)
     kept = views[derive](first)
     expected = kept[:9].tolist()
     del first
     gc.collect()
-    second = pool.lend(SIZE)
+    second = lend(SIZE)
     second[:] = 9
     assert address(second) != where
     assert kept[:9].tolist() == expected
     del kept
     gc.collect()
-    assert address(pool.lend(SIZE)) == where
+    assert address(lend(SIZE)) == where
 
 
 def test_lent_memory_is_aligned_writable_and_as_long_as_asked():
-    pool = BufferPool()
     for size in (0, 1, 4096, 100_000):
-        array = pool.lend(size)
+        array = lend(size)
         assert array.shape == (size,)
         assert array.dtype == np.uint8
         assert array.flags.writeable
         assert address(array) % 4096 == 0
 
 
-def idle_bytes(pool: BufferPool) -> int:
-    return sum(size * len(buffers) for size, buffers in pool._free.items())
+def kept_bytes() -> int:
+    return sum(length for length, _ in memory._pool)
 
 
-def test_a_pool_keeps_and_lends_little_memory():
-    pool = BufferPool()
-    arrays = [pool.lend(_LARGEST_LENT) for _ in range(6)]
-    assert pool._lent_bytes == _KEPT_BYTES
+def test_the_pool_keeps_little_memory():
+    arrays = [lend(_LARGEST_LENT) for _ in range(6)]
+    assert len({address(array) for array in arrays}) == 6
+    assert kept_bytes() == _KEPT_BYTES
     del arrays
-    where = address(pool.lend(SIZE))
-    assert pool._lent_bytes <= 2 * SIZE
-    assert idle_bytes(pool) <= _KEPT_BYTES
+    where = address(lend(SIZE))
+    assert kept_bytes() <= _KEPT_BYTES
     # large results do not keep the pool from using the memory of small ones again
-    assert address(pool.lend(SIZE)) == where
+    assert address(lend(SIZE)) == where
     # larger arrays are freed at once
-    before = idle_bytes(pool)
-    large = pool.lend(_LARGEST_LENT + 1)
-    del large
-    assert idle_bytes(pool) == before
+    before = kept_bytes()
+    lend(_LARGEST_LENT + 1)
+    assert kept_bytes() == before
+
+
+def test_threads_never_share_memory():
+    def fill(number: int) -> bool:
+        for turn in range(300):
+            array = lend(100_000)
+            array[:] = value = (number + turn) % 256
+            if not (array == value).all():
+                return False
+        return True
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(fill, range(8)))
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="Windows has no timers")
@@ -81,12 +92,10 @@ def test_a_signal_is_heard_while_the_last_use_of_lent_memory_ends():
     def interrupt(*_: object) -> None:
         raise Interrupted
 
-    pool = BufferPool()
-
     def use_memory() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.02)
         for _ in range(100):
-            pool.lend(_LARGEST_LENT).astype(np.float64)
+            lend(_LARGEST_LENT).astype(np.float64)
 
     earlier = signal.signal(signal.SIGALRM, interrupt)
     try:
