@@ -70,8 +70,7 @@ from storage_formats.writing.publish import (
     total_counts,
     write_tables,
 )
-from storage_formats.writing.shard_writer import ShardWriter
-from storage_formats.writing.token_shard import refuse_outside
+from storage_formats.writing.shard_writer import ShardWriter, refuse_outside
 
 BuildAnn: TypeAlias = Callable[[Place, IndexSpec], Ann]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import shutil
 import uuid
 from collections.abc import Iterable
@@ -15,13 +16,15 @@ from typing import Self
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from storage_formats.arrays import Floats, Ints
 from storage_formats.atomic import json_bytes, naming
-from storage_formats.codecs import Blocks
-from storage_formats.format.checksum import crc32c, crc32c_file
+from storage_formats.codecs import BF16, Blocks, Codec, Records, fill_record
+from storage_formats.errors import UsageError
+from storage_formats.format.checksum import crc32c, crc32c_file, crc32c_rows
 from storage_formats.format.file_check import FileEntry
-from storage_formats.format.layout import IndexSpec
+from storage_formats.format.layout import IndexSpec, padded_shard_bytes
 from storage_formats.format.offset import stored_codec
 from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt
@@ -31,7 +34,7 @@ from storage_formats.format.rows import (
     failures_by_reason,
     write_rows,
 )
-from storage_formats.writing.token_shard import TokenShardFile, outside, refuse_outside
+from storage_formats.format.zarr_metadata import shard_index_bytes
 
 
 class ShardWriter:
@@ -63,27 +66,26 @@ class ShardWriter:
         shard: int,
         precisions: Iterable[str] | None = None,
     ) -> None:
-        layout = place
-        self._layout = layout
+        self._place = place
         if spec.offset is not None:
             place.get(place.offset_values)
         self._shard = shard
         self._spec = spec
         place.begin_task()
-        for earlier in layout.staging.glob(f"{shard:08d}-*"):
+        for earlier in place.staging.glob(f"{shard:08d}-*"):
             # A rename moves the whole directory away in one step, even if the worker of
             # the earlier attempt is adding a file to it.
-            removed = layout.staging / f"removed-{uuid.uuid4().hex}"
+            removed = place.staging / f"removed-{uuid.uuid4().hex}"
             with contextlib.suppress(FileNotFoundError):
                 earlier.replace(removed)
                 shutil.rmtree(removed, ignore_errors=True)
-        self._folder = layout.staging / f"{shard:08d}-{uuid.uuid4().hex}"
+        self._folder = place.staging / f"{shard:08d}-{uuid.uuid4().hex}"
         self._folder.mkdir(parents=True)
         self.staged: list[tuple[Path, FileEntry]] = []
         self.tokens = {
             name: TokenShardFile(
-                self.path(f"tokens-{name}"),
-                stored_codec(layout.root, spec, name),
+                self._folder / f"tokens-{name}",
+                stored_codec(place.root, spec, name),
                 len(spec.shard_rows(shard)),
                 spec.shard_size,
             )
@@ -97,10 +99,6 @@ class ShardWriter:
         """
         shape = (self._spec.shard_size, self._spec.embed_dim)
         return np.full(shape, np.nan, dtype="<f4")
-
-    def path(self, name: str) -> Path:
-        """Return the path of the private file `name`."""
-        return self._folder / name
 
     def outside(self, tokens: Blocks) -> dict[int, str]:
         """Return a description of the problem for each block of `tokens`, bfloat16
@@ -133,20 +131,15 @@ class ShardWriter:
             refuse_outside(file.codec, tokens, first + positions)
             file.put(positions, file.codec.encode(tokens))
 
-    def add(self, name: str, entry: FileEntry) -> None:
-        """Stage the finished private file `name`. `commit` moves it to the path in
-        `entry`.
+    def _stage(self, name: str, final: Path, data: bytes) -> None:
+        """Write `data` to the private file `name`. `commit_files` moves it to the path
+        `final`.
         """
-        self.staged.append((self.path(name), entry))
-
-    def add_bytes(self, name: str, final: Path, data: bytes) -> None:
-        """Write `data` to the private file `name`, and stage the file. `commit` moves
-        it to the path `final`.
-        """
-        with naming(self.path(name)):
-            self.path(name).write_bytes(data)
-        where = self._layout.relative(final)
-        self.add(name, FileEntry(where, len(data), crc32c(data)))
+        path = self._folder / name
+        with naming(path):
+            path.write_bytes(data)
+        entry = FileEntry(self._place.relative(final), len(data), crc32c(data))
+        self.staged.append((path, entry))
 
     def commit(
         self,
@@ -171,11 +164,12 @@ class ShardWriter:
                 files.
         """
         self.stage_tokens()
-        final = self._layout.embedding_shard(self._shard)
-        self.add_bytes("embeddings", final, self.embeddings.tobytes())
-        write_rows(self.path("rows"), rows)
-        where = self._layout.relative(self._layout.staged_rows(self._shard))
-        self.add("rows", FileEntry(where, *crc32c_file(self.path("rows"))))
+        final = self._place.embedding_shard(self._shard)
+        self._stage("embeddings", final, self.embeddings.tobytes())
+        path = self._folder / "rows"
+        write_rows(path, rows)
+        where = self._place.relative(self._place.staged_rows(self._shard))
+        self.staged.append((path, FileEntry(where, *crc32c_file(path))))
         statuses = rows["status"].to_pylist()
         details = rows["detail"].to_pylist()
         receipt = ShardReceipt(
@@ -198,18 +192,15 @@ class ShardWriter:
 
     def stage_tokens(self) -> None:
         """Finish the token files, write their checksum files, and stage all of them."""
-        layout = self._layout
+        place = self._place
         for name, file in self.tokens.items():
             crc, checksums = file.finish()
             file.close()
             ndim = len(file.codec.record_shape)
-            final = layout.relative(layout.token_shard(name, self._shard, ndim))
-            self.add(file.path.name, FileEntry(final, file.length, crc))
-            self.add_bytes(
-                f"checksums-{name}",
-                layout.checksums(name, self._shard),
-                checksums.tobytes(),
-            )
+            final = place.relative(place.token_shard(name, self._shard, ndim))
+            self.staged.append((file.path, FileEntry(final, file.length, crc)))
+            path = place.checksums(name, self._shard)
+            self._stage(f"checksums-{name}", path, checksums.tobytes())
         self.tokens.clear()
 
     def commit_files(self) -> tuple[FileEntry, ...]:
@@ -219,7 +210,7 @@ class ShardWriter:
         self.stage_tokens()
         staged = self.staged
         self.staged = []
-        self._layout.put(staged)
+        self._place.put(staged)
         return tuple(entry for _, entry in staged)
 
     def commit_receipt(self, receipt: ShardReceipt) -> None:
@@ -229,9 +220,9 @@ class ShardWriter:
             FileNotFoundError: a later attempt at the shard has removed the private
                 files.
         """
-        final = self._layout.receipt(receipt.shard)
+        final = self._place.receipt(receipt.shard)
         # The data files are committed already, so the receipt is the only staged file.
-        self.add_bytes("receipt.json", final, json_bytes(receipt.to_json()))
+        self._stage("receipt.json", final, json_bytes(receipt.to_json()))
         self.commit_files()
 
     def abort(self) -> None:
@@ -245,3 +236,148 @@ class ShardWriter:
 
     def __exit__(self, *_: object) -> None:
         self.abort()
+
+
+def outside(codec: Codec, blocks: Blocks) -> dict[int, str]:
+    """Return a description of the problem for each block that `codec` cannot store,
+    keyed by the position of the block in `blocks`.
+
+    A block cannot be stored if it has a token whose largest magnitude, after the offset
+    was subtracted, is outside `codec.form.token_range`. The values of such a token
+    would lose their precision or be limited to the largest value that the codec can
+    store. A token of zeros can be stored.
+
+    Args:
+        blocks: bfloat16 [k, m, d].
+    """
+    low, high = codec.form.token_range
+    if (low, high) == (0.0, math.inf):
+        return {}
+    largest = _largest(codec.residuals(blocks))
+    is_small = (largest < low) & (largest > 0)
+    if codec.offset is not None:
+        # If a token nearly equals the offset, the differences between them are small.
+        # They may be lost if they are no larger than the error with which the token was
+        # rounded to bfloat16.
+        is_small &= largest > 2.0**-8 * _largest(blocks)
+    lost = is_small | (largest > high)
+    # Tokens are visited in reverse order, so that the description of a block names its
+    # first lost token.
+    return {
+        block: f"the largest value of token {token} is {largest[block, token]:g}, but"
+        f" {codec.name} can store {low:g} to {high:g}; scale the tokens, or choose"
+        " bf16, fp8 or int8"
+        for block, token in reversed(np.argwhere(lost).tolist())
+    }
+
+
+def refuse_outside(codec: Codec, blocks: Blocks, row_ids: Ints) -> None:
+    """Raise UsageError if `codec` cannot store one of `blocks` [k, m, d], see
+    `outside`.
+
+    Args:
+        row_ids: int64 [k], row id of each block, for the error message.
+    """
+    problems = outside(codec, blocks)
+    if problems:
+        block = min(problems)
+        raise UsageError(f"row {row_ids[block]}: {problems[block]}")
+
+
+def _largest(blocks: Blocks) -> Floats:
+    """Return the largest magnitude of each token of `blocks` [k, m, d], float32
+    [k, m].
+    """
+    # Without the sign bit, the bits of a bfloat16, read as an integer, have the same
+    # order as the magnitudes.
+    bits = (blocks.view(np.uint16) & 0x7FFF).max(axis=2)
+    magnitudes: Floats = bits.view(BF16).astype(np.float32)
+    return magnitudes
+
+
+class TokenShardFile:
+    """Writes a token file from front to back, and computes its checksums. Not
+    thread-safe.
+
+    Args:
+        path: path of the file, which must not exist.
+        rows: number of rows of the shard.
+        shard_size: number of rows of a full shard.
+
+    Attributes:
+        length: length of the finished file in bytes.
+    """
+
+    def __init__(self, path: Path, codec: Codec, rows: int, shard_size: int) -> None:
+        self.path = path
+        self.codec = codec
+        self._rows = rows
+        self._present = np.zeros(shard_size, dtype=np.bool_)
+        self._checksums = np.empty(rows, dtype="<u4")
+        self._fill = fill_record(codec)
+        self._next = 0
+        self._crc = 0
+        self._index_offset, self.length = padded_shard_bytes(
+            rows, shard_size, codec.record_bytes
+        )
+        with naming(path):
+            # The file stays open until `close`.
+            self._file = open(path, "xb")  # noqa: SIM115
+
+    def put(self, positions: Ints, records: Records) -> None:
+        """Write records at positions of the shard. Skipped positions become holes.
+
+        Args:
+            positions: int64 [k], ascending. The first must be greater than the last
+                position of the previous call.
+            records: uint8 [k, record_bytes].
+        """
+        # Each run of consecutive positions is written at once. `run` holds indices in
+        # `positions`.
+        for run in np.split(
+            np.arange(len(positions)), np.flatnonzero(np.diff(positions) > 1) + 1
+        ):
+            if len(run):
+                self._fill_to(int(positions[run[0]]))
+                self._present[positions[run]] = True
+                self._write(records[run[0] : run[-1] + 1])
+
+    def finish(self) -> tuple[int, NDArray[np.uint32]]:
+        """Write holes at the remaining positions, and then the padding and the shard
+        index.
+
+        Returns:
+            (CRC-32C of the file, CRC-32C of each record as uint32 [rows]).
+        """
+        self._fill_to(self._rows)
+        end = self._rows * self.codec.record_bytes
+        tail = bytes(self._index_offset - end) + shard_index_bytes(
+            self._present, self.codec.record_bytes
+        )
+        with naming(self.path):
+            self._file.write(tail)
+            self._file.flush()
+        self._crc = crc32c(tail, self._crc)
+        return self._crc, self._checksums
+
+    def close(self) -> None:
+        """Close the file. May be called repeatedly."""
+        # `finish` has flushed the file and raised the errors of writes. A file that is
+        # not finished is removed, so errors that occur when it is closed do not matter.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def _fill_to(self, position: int) -> None:
+        while self._next < position:
+            count = min(position - self._next, 64)
+            self._write(np.broadcast_to(self._fill, (count, self.codec.record_bytes)))
+
+    def _write(self, records: Records) -> None:
+        records = np.ascontiguousarray(records)
+        stop = self._next + len(records)
+        self._checksums[self._next : stop] = crc32c_rows(records)
+        flat = records.reshape(-1)
+        self._crc = crc32c(flat, self._crc)
+        with naming(self.path):
+            self._file.write(flat.data)
+        self._next = stop
