@@ -2,7 +2,7 @@
 
 `ARCHIVES` lists the kinds of archives. To add a kind, write a class like `ZipArchive`,
 and add an entry to `ARCHIVES`. If the class reads only headers to list the members, add
-the suffix of the new kind to `TreeSource` in `pipelines.sources.tree`, too.
+the suffix of the new kind to `TreeSource` in `pipelines.sources.kinds`, too.
 """
 
 from __future__ import annotations

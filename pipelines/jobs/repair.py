@@ -343,7 +343,7 @@ class ShardEncoder:
         from edje_index.inputs.containers import split_uri
         from edje_index.inputs.refs import InputRef
         from pipelines.sources.base import file_input
-        from pipelines.sources.tree import packed_source
+        from pipelines.sources.kinds import packed_source
 
         row_ids = self._index.spec.shard_rows(self._shard)
         table = read_index_rows(self._index.undeleted(), row_ids, [*_COLUMNS])

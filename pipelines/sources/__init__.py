@@ -45,8 +45,7 @@ from pipelines.sources.base import (
     read_head,
     unreadable,
 )
-from pipelines.sources.table import TableSource
-from pipelines.sources.tree import TreeSource, scan_ahead
+from pipelines.sources.kinds import TableSource, TreeSource, scan_ahead
 from storage_formats.errors import UsageError
 from storage_formats.format.source_columns import metadata_text
 from storage_formats.remote.files import list_remote_folder, require_libraries

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from edje_index.inputs.refs import read_bytes
 from pipelines.sources import open_source
 from pipelines.sources.base import Patterns
-from pipelines.sources.tree import TreeSource
+from pipelines.sources.kinds import TreeSource
 
 JPEG = b"\xff\xd8\xff\xe0" + bytes(40)
 

@@ -7,8 +7,7 @@ import os
 import pytest
 
 from pipelines.sources import expand_braces, open_sources
-from pipelines.sources.table import TableSource
-from pipelines.sources.tree import TreeSource
+from pipelines.sources.kinds import TableSource, TreeSource
 from storage_formats.errors import UsageError
 
 

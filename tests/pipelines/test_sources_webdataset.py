@@ -17,7 +17,7 @@ from edje_index.inputs.ranges import open_ranged
 from edje_index.inputs.refs import InputRef, read_bytes
 from edje_index.inputs.tars import TarArchive
 from pipelines.sources import iter_all, open_sources
-from pipelines.sources.tree import TreeSource
+from pipelines.sources.kinds import TreeSource
 
 Member = tuple[str, bytes]
 

@@ -1,5 +1,6 @@
-"""Sources that are trees of files: directories, archives and single files, local or on
-a server.
+"""The two kinds of source: trees of files, which are directories, archives and single
+files, and tables, which are lists of paths and Parquet files with images. Both can be
+on a server.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import os
 import stat
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
 
 from edje_index.images.decode import HEAD_BYTES, ImageError
 from edje_index.inputs.containers import (
@@ -32,7 +35,7 @@ from edje_index.inputs.names import (
 )
 from edje_index.inputs.ranges import open_file, open_ranged
 from edje_index.inputs.refs import InputRef, display_path
-from edje_index.inputs.tables import UNREADABLE, Table, add_captions
+from edje_index.inputs.tables import STANDARD_INPUT, UNREADABLE, Table, add_captions
 from edje_index.inputs.tars import Member
 from pipelines.sources.base import (
     Source,
@@ -45,7 +48,6 @@ from pipelines.sources.base import (
     problem_of,
     read_head,
 )
-from pipelines.sources.table import TableSource
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.remote.files import (
@@ -64,6 +66,7 @@ _Sidecars = dict[bytes, dict[str, bytes]]
 
 
 _LITTER = "(thumbnails, trash)"
+_NO_IMAGE = "(row without an image)"
 # Tables with the metadata of the images in a directory, as Hugging Face Datasets reads
 # them. Their column `_NAME` names the images.
 _TABLES = (b"metadata.jsonl", b"metadata.csv")
@@ -463,6 +466,68 @@ class TreeSource(Source):
 
     def _is_selected(self, uri: str) -> bool:
         return self.patterns.select(self._path_in_source(uri))
+
+
+@dataclass
+class TableSource(Source):
+    """The images of a table (see `edje_index.inputs.tables`), in its order. The values
+    of an entry are the metadata of its image.
+
+    Relative paths start at the directory of the table, or at the working directory for
+    standard input. A missing file becomes an input with the problem "missing". An entry
+    without a valid path becomes an input with the problem "bad-list-line" and the uri
+    "<table>#<number of the entry>". A row of a Parquet file of images without bytes and
+    without a path is ignored and counted.
+
+    Attributes:
+        column: the column of images; None selects one, see `Table`.
+        images_only: True for a Parquet file in a directory, see `Table`.
+    """
+
+    column: str | None = None
+    images_only: bool = False
+    table: Table = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = file_name(self.spec)
+        self._directory = os.path.dirname(self.path)
+        if self.spec == STANDARD_INPUT:
+            self.path = b"-"
+            self._directory = os.fsencode(os.getcwd())
+        elif name != self.spec:
+            self._directory = os.path.dirname(os.fsencode(name))
+        self.table = Table(
+            os.fsdecode(self.path),
+            self.column,
+            suffix=os.path.splitext(name)[1].lower(),
+            images_only=self.images_only,
+        )
+
+    def _iter_inputs(self) -> Iterator[InputRef]:
+        table = self.table
+        try:
+            for entry in table.entries(self.ignored.count):
+                uri = f"{display_path(self.path)}#{entry.number}"
+                ref: InputRef | None
+                if entry.has_bytes:
+                    row = entry.number - 1
+                    container = Container(PARQUET, table.length, table.column or "")
+                    uri = f"{display_path(self.path)}!{table.column}/{row}"
+                    ref = InputRef(uri, self.path, container, row)
+                elif table.has_bytes and not entry.image:
+                    self.ignored.count(_NO_IMAGE)
+                    continue
+                else:
+                    ref = listed_input(entry.image, self._directory)
+                if ref is None:
+                    ref = InputRef(uri, self.path, problem="bad-list-line")
+                metadata = self._metadata(ref.uri, {}, entry.values)
+                yield replace(ref, metadata=metadata)
+        except (OSError, ValueError, EOFError, pa.ArrowException) as error:
+            if not (table.has_bytes or self.images_only):
+                raise
+            yield lost_file(self, error)
 
 
 def _head(archive: Archive, member: Member) -> bytes:
