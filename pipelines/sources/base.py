@@ -40,9 +40,11 @@ from storage_formats.remote.files import (
 from storage_formats.remote.objects import ObjectStoreError
 from storage_formats.remote.urls import WEB_SCHEMES, has_credentials, is_url, scheme_of
 
-# Control characters and lone surrogates cannot be part of a URL. A request encodes all
-# other characters.
-_NOT_IN_URL = re.compile(r"[\0-\x1f\x7f-\x9f\ud800-\udfff]")
+# Control characters and lone surrogates cannot be part of a URL, and whitespace cannot
+# be part of the name of a server or bucket. A request encodes all other characters.
+_URL = re.compile(
+    r"[^:]+://[^/\s\0-\x1f\x7f-\x9f\ud800-\udfff]*(/[^\0-\x1f\x7f-\x9f\ud800-\udfff]*)?"
+)
 
 
 class Patterns:
@@ -320,12 +322,9 @@ def listed_input(value: Any, directory: bytes) -> InputRef | None:
         scheme = scheme_of(value)
         if scheme is not None and scheme != "file":
             url = value.strip()
-            bucket, _, key = url.partition("://")[2].partition("/")
-            is_valid = bucket.isprintable() and not re.search(r"\s", bucket)
-            is_valid &= not _NOT_IN_URL.search(key)
             # A URL with credentials is not used, because the index would store the
             # password in clear text.
-            if not is_valid or has_credentials(url):
+            if not _URL.fullmatch(url) or has_credentials(url):
                 return None
             path = os.fsencode(url)
             return (
