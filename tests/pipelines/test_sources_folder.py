@@ -10,6 +10,7 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,32 +79,6 @@ def test_order_is_by_bytes_files_before_folders(tmp_path):
     }[raw] == b"abc"
 
 
-def test_what_is_no_image_is_counted(tmp_path):
-    put(tmp_path / "a.JPG")
-    for name in (
-        "a.txt",
-        "b.txt",
-        "c.XML",
-        ".DS_Store",
-        "._a.jpg",
-        ".git/a.jpg",
-        "noise",
-        "a.jpg~",
-        "a.averyverylongsuffix",
-    ):
-        put(tmp_path / name, b"no image")
-    names, ignored, _ = scan(tmp_path)
-    assert names == ["a.JPG"]
-    assert ignored == {
-        ".txt": 1,
-        ".xml": 1,
-        "(hidden)": 3,
-        "(no suffix)": 1,
-        ".jpg~": 1,
-        "(other)": 1,
-    }
-
-
 def test_pipes_and_sockets_are_counted_and_not_opened(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe.jpg")
@@ -115,67 +90,81 @@ def test_pipes_and_sockets_are_counted_and_not_opened(tmp_path, monkeypatch):
     assert (names, ignored) == ([], {"(not a file)": 4})
 
 
-# Links
-
-
-def test_loops_end(tmp_path):
-    put(tmp_path / "a/a.jpg")
-    (tmp_path / "a/up").symlink_to(tmp_path)
-    (tmp_path / "a/self").symlink_to("self")
-    names, ignored, problems = scan(tmp_path)
-    assert (names, ignored, problems) == (
-        ["a/a.jpg"],
-        {"(folder seen)": 1, "(broken link)": 1},
+# (paths of files, and links with their targets; patterns; paths of the inputs, with
+# their problems; ignored)
+TREES = {
+    "no images": (
+        "a.JPG a.txt b.txt c.XML .DS_Store ._a.jpg .git/a.jpg noise a.jpg~"
+        " a.averyverylongsuffix",
         {},
-    )
-
-
-def test_a_link_to_a_directory_takes_no_name_and_hides_nothing(tmp_path):
-    put(tmp_path / "z/p.jpg")
-    (tmp_path / "a").symlink_to("z")
-    assert scan(tmp_path)[:2] == (["z/p.jpg"], {"(folder seen)": 1})
-    source = open_source(str(tmp_path))
-    source.patterns = Patterns(exclude=["/a/"])
-    names = [os.path.relpath(ref.uri, tmp_path) for ref in source.iter_inputs()]
-    assert names == ["z/p.jpg"]
-
-
-def test_a_link_to_an_ignored_file_is_an_input(tmp_path):
-    put(tmp_path / "a/blob.dat")
-    put(tmp_path / "a/.hidden.jpg")
-    (tmp_path / "z.jpg").symlink_to("a/blob.dat")
-    (tmp_path / "a/y.jpg").symlink_to(".hidden.jpg")
-    assert scan(tmp_path)[:2] == (["z.jpg", "a/y.jpg"], {".dat": 1, "(hidden)": 1})
-
-
-def test_litter_of_other_programs_is_ignored(tmp_path):
-    for name in (
-        "@eaDir/a.jpg/SYNOPHOTO_THUMB_M.jpg",
-        "#recycle/a.jpg",
-        "trip/__MACOSX/._a.jpg",
-        "trip/Album Previews.lrdata/1/a.jpg",
-        ".thumbnails/a.jpg",
-        ".Trash-1000/files/a.jpg",
-        "trip/._a.jpg",
-    ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(JPEG)
-    (tmp_path / "trip/Thumbs.db").write_bytes(b"thumbnails")
-    (tmp_path / "trip/eaDir.jpg").write_bytes(JPEG)
-    assert scan(tmp_path)[:2] == (
-        ["trip/eaDir.jpg"],
+        "a.JPG",
+        dict.fromkeys([".txt", ".xml", "(no suffix)", ".jpg~", "(other)"], 1)
+        | {"(hidden)": 3},
+    ),
+    "loops": (
+        "a/a.jpg a/up>.. a/self>self",
+        {},
+        "a/a.jpg",
+        {"(folder seen)": 1, "(broken link)": 1},
+    ),
+    "a link to a directory": ("z/p.jpg a>z", {}, "z/p.jpg", {"(folder seen)": 1}),
+    "an excluded link": ("z/p.jpg a>z", {"exclude": ["/a/"]}, "z/p.jpg", None),
+    "links to ignored files": (
+        "a/blob.dat a/.hidden.jpg z.jpg>a/blob.dat a/y.jpg>.hidden.jpg",
+        {},
+        "z.jpg a/y.jpg",
+        {".dat": 1, "(hidden)": 1},
+    ),
+    "files of other programs": (
+        "@eaDir/a.jpg/SYNOPHOTO_THUMB_M.jpg #recycle/a.jpg trip/__MACOSX/._a.jpg"
+        " trip/Previews.lrdata/1/a.jpg .thumbnails/a.jpg .Trash-1000/files/a.jpg"
+        " trip/._a.jpg trip/Thumbs.db trip/eaDir.jpg",
+        {},
+        "trip/eaDir.jpg",
         {"(thumbnails, trash)": 4, "(hidden)": 3, ".db": 1},
-    )
+    ),
+    "broken links": (
+        "a.jpg>b.jpg c.txt>d.txt e.jpg>e.jpg",
+        {},
+        "a.jpg:missing e.jpg:unreadable",
+        {".txt": 1},
+    ),
+    "an excluded album of links": (
+        "all/0.jpg all/1.jpg all/2.jpg abest/x.jpg>../all/2.jpg"
+        " zbest/x.jpg>../all/1.jpg",
+        {"exclude": ["/abest/"]},
+        "all/0.jpg all/1.jpg all/2.jpg",
+        {"(excluded)": 1, "(link seen)": 1},
+    ),
+    "an included album of links": (
+        "all/0.jpg all/1.jpg zbest/x.jpg>../all/1.jpg",
+        {"include": ["/zbest/"]},
+        "zbest/x.jpg",
+        {"(excluded)": 2},
+    ),
+}
 
 
-def test_broken_link_is_a_missing_image(tmp_path):
-    (tmp_path / "a.jpg").symlink_to("b.jpg")
-    (tmp_path / "c.txt").symlink_to("d.txt")
-    (tmp_path / "e.jpg").symlink_to("e.jpg")
-    names, ignored, problems = scan(tmp_path)
-    assert names == ["a.jpg", "e.jpg"]
-    assert problems == {"a.jpg": "missing", "e.jpg": "unreadable"}
-    assert ignored == {".txt": 1}
+@pytest.mark.parametrize("tree", TREES)
+def test_a_tree_gives_rows(tmp_path, tree):
+    entries, patterns, expected, ignored = TREES[tree]
+    for entry in entries.split():
+        name, _, target = entry.partition(">")
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if target:
+            path.symlink_to(target)
+        else:
+            path.write_bytes(b"text" if name.endswith((".txt", "noise")) else JPEG)
+    source = open_source(str(tmp_path))
+    source.patterns = Patterns(**patterns)
+    refs = list(source.iter_inputs())
+    rows = [
+        os.path.relpath(ref.uri, tmp_path) + (f":{ref.problem}" if ref.problem else "")
+        for ref in refs
+    ]
+    assert rows == expected.split()
+    assert ignored is None or source.ignored == ignored
 
 
 @given(
@@ -268,21 +257,6 @@ def test_a_folder_too_deep_to_open_is_an_input_with_a_problem(tmp_path, monkeypa
     assert len(names) == 2
     assert names[0] == "a.jpg"
     assert list(problems.values()) == ["unreadable"]
-
-
-def test_an_excluded_album_of_links_leaves_the_photos(tmp_path):
-    for name in ("all/0.jpg", "all/1.jpg", "all/2.jpg"):
-        put(tmp_path / name, JPEG + name.encode())
-    for album, number in (("abest", 2), ("zbest", 1)):
-        (tmp_path / album).mkdir()
-        (tmp_path / album / "x.jpg").symlink_to(f"../all/{number}.jpg")
-    source = open_source(str(tmp_path))
-    source.patterns = Patterns(exclude=["/abest/"])
-    names = [os.path.relpath(ref.uri, tmp_path) for ref in source.iter_inputs()]
-    assert names == ["all/0.jpg", "all/1.jpg", "all/2.jpg"]
-    source.patterns = Patterns(include=["/zbest/"])
-    names = [os.path.relpath(ref.uri, tmp_path) for ref in source.iter_inputs()]
-    assert names == ["zbest/x.jpg"]
 
 
 def test_patterns_see_the_path_below_the_source(tmp_path):
