@@ -31,7 +31,7 @@ from storage_formats.extras import MissingExtraError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.remote import open_index
 from storage_formats.format.rows import INDEXED, read_index_rows
-from storage_formats.remote.urls import IndexLocation, is_url
+from storage_formats.remote.urls import IndexLocation
 
 MAX_PHOTO_BYTES = 1 << 26
 """Largest number of bytes of a photo file. A larger photo gets no thumbnail, to bound
@@ -178,11 +178,6 @@ def _locate(row: Json) -> InputRef:
     uri = row["uri"]
     size = row["size"]
     path = row["uri_raw"] or os.fsencode(uri)
-    if is_url(path):
-        raise ImageError(
-            "not-a-local-path",
-            "the photo is on a server; only local photos are shown",
-        )
     parts = split_uri(uri)
     # The uri of an archive member looks like the path of a file with a "!" in its name.
     # If such a file exists, it is the photo.
@@ -191,7 +186,7 @@ def _locate(row: Json) -> InputRef:
     if not os.path.isabs(path):
         raise ImageError(
             "not-a-local-path",
-            "the index names the photo by a relative path",
+            "only photos with an absolute path on this machine are shown",
         )
     # This is checked here, because `read_bytes` tries again for some seconds if the
     # directory of the file is missing.
@@ -200,22 +195,21 @@ def _locate(row: Json) -> InputRef:
     if parts is None or path == os.fsencode(uri):
         return InputRef(uri, path, size=size)
     archive, member = parts
-    kind = container_kind(archive)
+    kind = str(container_kind(archive))
     status = os.stat(path)
+    column = ""
+    damage = None
     if kind == PARQUET:
         column, _, number = member.rpartition("/")
-        if not number.isdecimal():
-            raise ImageError("missing", "the index names no row of the Parquet file")
-        return InputRef(
-            uri, path, Container(PARQUET, status.st_size, column), int(number)
+        offset = int(number) if number.isdecimal() else None
+    else:
+        offsets, damage = _member_offsets(
+            path, kind, status.st_mtime_ns, status.st_size
         )
-    offsets, damage = _member_offsets(
-        path, str(kind), status.st_mtime_ns, status.st_size
-    )
-    offset = offsets.get((member, size))
+        offset = offsets.get((member, size))
     if offset is None:
-        raise damage or ImageError("missing", "the archive has no such member")
-    return InputRef(uri, path, Container(str(kind), status.st_size), offset, size)
+        raise damage or ImageError("missing", f"the file has no such member: {member}")
+    return InputRef(uri, path, Container(kind, status.st_size, column), offset, size)
 
 
 @functools.lru_cache(maxsize=4)

@@ -90,7 +90,7 @@ def test_a_member_of_an_archive_is_found(tmp_path):
     )
     assert (absent.jpeg, absent.problem) == (
         None,
-        "missing: the archive has no such member",
+        "missing: the file has no such member: a/red.jpg",
     )
     options = {"encoding": "latin-1", "format": tarfile.GNU_FORMAT}
     with tarfile.open(tmp_path / "old.tar", "w", **options) as archive:
