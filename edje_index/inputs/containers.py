@@ -374,9 +374,6 @@ class Container(NamedTuple):
     length: int
     column: str = ""
 
-    def __str__(self) -> str:
-        return f"{self.kind} {self.length} {self.column}"
-
 
 def container_kind(name: str) -> str | None:
     """Return the kind of a container by the suffix of its path; None if no kind has

@@ -91,17 +91,8 @@ def rows_digest(refs: Iterable[InputRef]) -> str:
     """
     digest = hashlib.sha256()
     for ref in refs:
-        where = (
-            ref.uri,
-            ref.path,
-            ref.container and str(ref.container),
-            ref.offset,
-            ref.size,
-        )
-        digest.update(
-            repr((*where, ref.content_hash, ref.duplicate_of, ref.problem)).encode()
-            + b"\n"
-        )
+        fields = (*ref.location, ref.duplicate_of, ref.problem)
+        digest.update(f"{fields}\n".encode())
     return digest.hexdigest()
 
 

@@ -108,7 +108,7 @@ def open_sources(
     for source in sources:
         source.patterns = patterns or source.patterns
     has_columns = any(
-        isinstance(source, TableSource) or _is_directory(source) for source in sources
+        isinstance(source, TableSource) or source.is_directory for source in sources
     )
     if column is not None and not has_columns:
         raise UsageError(
@@ -280,14 +280,8 @@ class Listing:
             self.inputs += 1
             if self._should_stop():
                 raise JobStopped(_STOPPED)
-            self._digest.update(
-                b"%d %a %a\0"
-                % (ref.offset, ref.size, ref.container and str(ref.container))
-                + ref.path
-                + b"\0\n"
-            )
-            if ref.metadata is not None:
-                self._digest.update(metadata_text(ref.metadata).encode())
+            values = ref.metadata and metadata_text(ref.metadata)
+            self._digest.update(f"{(*ref.location, values)}\n".encode())
             if time.monotonic() - reported_at >= _REPORT_SECONDS:
                 reported_at = time.monotonic()
                 self._on_event(Progress("listing the sources", self.inputs))
@@ -392,16 +386,12 @@ def open_source(
     raise SourceError(f"{spec} is not a source of images; give {ACCEPTED}")
 
 
-def _is_directory(source: Source) -> bool:
-    return isinstance(source, TreeSource) and source.is_directory
-
-
 def _is_packed(source: Source) -> bool:
     return container_kind(file_name(source.spec)) is not None
 
 
 def _open_table(spec: str, column: str | None) -> TableSource:
-    source = TableSource(spec, column)
+    source = TableSource(spec, column=column)
     source.table.check()
     return source
 
@@ -486,7 +476,7 @@ def _contained(sources: Sequence[Source]) -> Iterator[tuple[Source, Source]]:
         if other is not source:
             yield source, other
     folders = {
-        path: source for path, source in source_of_path.items() if _is_directory(source)
+        path: source for path, source in source_of_path.items() if source.is_directory
     }
     # Directory -> names of its files, for directories that contain archives or Parquet
     # files from `sources`. A directory can contain thousands of them, but is listed

@@ -108,6 +108,7 @@ class Source(ABC):
 
     Attributes:
         spec: the source as the user named it: a path, a URL, or "-" for standard input.
+        is_directory: True for a directory.
         path: absolute path of the directory or file, or its URL.
         clips: True if video files are inputs, too. Otherwise they are ignored, unless a
             list names them.
@@ -121,6 +122,7 @@ class Source(ABC):
     """
 
     spec: str
+    is_directory: bool = False
     path: bytes = field(init=False)
     ignored: Ignored = field(init=False, default_factory=Ignored)
     clips: bool = field(default=False, kw_only=True)

@@ -130,12 +130,10 @@ class TreeSource(Source):
     "damaged-archive" or "too-expensive" replaces all members after the damage.
 
     Attributes:
-        is_directory: True for a directory.
         column: name of the column of images in Parquet files; None selects the column
             by its content.
     """
 
-    is_directory: bool = False
     column: str | None = None
 
     def _iter_inputs(self) -> Iterator[InputRef]:
@@ -566,7 +564,7 @@ def packed_source(
     that has it. None selects the column by its content.
     """
     if container_kind(file_name(spec)) == PARQUET:
-        return TableSource(spec, column, images_only=True, clips=clips)
+        return TableSource(spec, column=column, images_only=True, clips=clips)
     return TreeSource(spec, clips=clips)
 
 
