@@ -26,12 +26,14 @@ from edje_index.models.joint_inputs import (
 )
 from edje_index.training.config import TrainSettings
 from edje_index.training.dataset import StoredFeatures, TrainingData
-from edje_index.training.random_streams import MASKING, ORDER, stream
 from edje_index.training.workers import ALONE, WorkerGroup
 from storage_formats.arrays import Bools, Ints
 from storage_formats.errors import UsageError
 
 TokenIds = list[int]
+# Purposes of random numbers, see `stream`.
+ORDER, MASKING, DROPOUT, CLUSTERING = range(4)
+POOLING = 6
 # Number of buckets of input rows, see `InputRows`. With more buckets, rows have less
 # padding, but matrix products are smaller and less efficient.
 _BUCKETS = 4
@@ -42,6 +44,16 @@ _BUCKETS_ON_GPU = 1
 # Smallest number of input rows per bucket. If there are too few rows for this number,
 # fewer buckets are made.
 _BUCKET_ROWS = 24
+
+
+def stream(seed: int, purpose: int, *position: int) -> np.random.Generator:
+    """Return a random number generator that depends only on the arguments. The numbers
+    of a purpose do not depend on how many numbers other purposes draw.
+
+    `purpose` is a constant of this module, such as `MASKING`. `position` are numbers
+    that select one generator of this purpose, for example a batch number and a rank.
+    """
+    return np.random.default_rng([seed, purpose, *position])
 
 
 @lru_cache(maxsize=2)

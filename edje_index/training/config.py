@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -30,7 +31,7 @@ from pydantic import (
 from storage_formats.arguments import shown
 from storage_formats.errors import UsageError
 
-SettingPath = Annotated[Path, Field(strict=False)]
+SettingPath = Annotated[Path, Field(strict=False), AfterValidator(Path.absolute)]
 IndexPath = Annotated[
     str,
     BeforeValidator(lambda given: str(given) if isinstance(given, Path) else given),
@@ -274,8 +275,8 @@ class RunSettings(Settings):
 
     @property
     def folder(self) -> Path:
-        """The run folder as an absolute path."""
-        return (self.dir or self.out.with_name(f"{self.out.name}.run")).absolute()
+        """The run folder."""
+        return self.dir or self.out.with_name(f"{self.out.name}.run")
 
     @property
     def distributed(self) -> bool:

@@ -296,7 +296,7 @@ def prepare_captions(
     group: WorkerGroup,
     should_stop: Callable[[], bool],
     on_shard: Callable[[int, int], None],
-) -> bool:
+) -> None:
     """Write the records of the captions of `items` to the file `items.path`, unless an
     earlier call wrote them. All workers must call this function. The file does not
     exist until it is complete, see `TrainingData.records`.
@@ -312,16 +312,13 @@ def prepare_captions(
         on_shard: called with the number of finished shards and the number of shards,
             until all are finished.
 
-    Returns:
-        True if the file is complete, and False if `should_stop` stopped a worker. In
-        the second case, finished shards are kept.
-
     Raises:
+        TaskInterrupted: `should_stop` stopped a worker. Finished shards are kept.
         CorruptIndexError: a shard cannot be read.
     """
     path = items.path
     if not group.any(not path.exists()):
-        return True
+        return
     parts = path.with_suffix(".parts")
     parts.mkdir(exist_ok=True)
     # Shard s has the captions of the images ``bounds[s]:bounds[s + 1]``.
@@ -385,12 +382,14 @@ def prepare_captions(
         except TaskInterrupted:
             stopped = True
     if group.any(stopped):
-        return False
+        raise TaskInterrupted(
+            "the training run stopped while preparing captions; finished shards are"
+            " kept"
+        )
     if group.rank == 0:
         _join_shards(shards, path, count)
     # The other workers wait here until worker 0 has written the file.
     group.any(False)
-    return True
 
 
 def _key(text: str) -> int:

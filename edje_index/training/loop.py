@@ -1,5 +1,6 @@
 """Runs the training of one worker: opens the files of the training run, and runs the
-optimiser steps of the alignment phase and of the joint phase.
+optimiser steps of the alignment phase and of the joint phase. At the end, makes a
+bundle from the last checkpoint, and fits the final score of the bundle.
 """
 
 from __future__ import annotations
@@ -23,9 +24,22 @@ from edje_index.bundles.info import matching_bundle, read_bundle_info
 from edje_index.errors import ModelError
 from edje_index.models.adapter import CompressionAdapter
 from edje_index.models.devices import resolve_device, resolve_dtype
+from edje_index.progress import OnProgress
 from edje_index.scoring.parts import content_token_mask
-from edje_index.scoring.weights import LOGIT, ScoreWeights
-from edje_index.training.batches import BatchSource, to_device
+from edje_index.scoring.weights import (
+    DIRECTIONS,
+    LOGIT,
+    TEXT_TO_IMAGE,
+    DirectionWeights,
+    ScoreWeights,
+)
+from edje_index.training.batches import (
+    CLUSTERING,
+    DROPOUT,
+    BatchSource,
+    stream,
+    to_device,
+)
 from edje_index.training.checkpoints import (
     DEV,
     TrainState,
@@ -41,14 +55,16 @@ from edje_index.training.dataset import (
     TrainingData,
     prepare_captions,
 )
-from edje_index.training.fit_weights import dev_pools
-from edje_index.training.random_streams import CLUSTERING, DROPOUT, stream
+from edje_index.training.fit_weights import WeightChoice, choose_weights, dev_pools
+from edje_index.training.pooled_similarity import fit_pooled_similarity
 from edje_index.training.start import init_queries, make_trainable, trained_part
 from edje_index.training.step import AlignmentObjective, JointObjective, Teacher
-from edje_index.training.workers import WorkerGroup
+from edje_index.training.workers import ALONE, WorkerGroup
 from storage_formats.arrays import Ints
-from storage_formats.errors import EdjeError, UsageError
+from storage_formats.codecs import BF16
+from storage_formats.errors import TaskInterrupted, UsageError
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.offset import estimate_offset
 from storage_formats.threads import ordered_map
 
 CAPTIONS = "captions"
@@ -67,10 +83,10 @@ _AHEAD = 2
 # Number of sample images. The queries of a new adapter start at cluster centres of the
 # patch features of these images.
 _SAMPLE_IMAGES = 300
-
-
-class TrainingStopped(EdjeError):
-    """The training run was stopped on request. Its finished work was saved first."""
+# Number of training images from which the offset block, the mean of their blocks, is
+# estimated. The noise of a mean of n blocks adds about the fraction 1/n to the squared
+# error of quantized tokens.
+_OFFSET_IMAGES = 256
 
 
 @dataclass(frozen=True)
@@ -139,7 +155,7 @@ def run_worker(
         on_record: called with every log record, only on worker 0.
 
     Raises:
-        TrainingStopped: `should_stop` returned True.
+        TaskInterrupted: `should_stop` returned True. Finished work was saved first.
         ModelError: the training diverged, or a step needs more memory than the device
             has.
     """
@@ -300,11 +316,8 @@ class _Run:
         miner = task.mining and matching_bundle(task.mining[0]).path
         common = (self.device, self.group, self.should_stop, report)
         for items, mining in ((task.items, miner), (task.dev, None)):
-            if items and not prepare_captions(items, task.start, mining, *common):
-                raise TrainingStopped(
-                    "the training run stopped while preparing captions; finished shards"
-                    " are kept"
-                )
+            if items is not None:
+                prepare_captions(items, task.start, mining, *common)
 
     def train(
         self,
@@ -436,7 +449,7 @@ class _Run:
                     # The other workers wait until the checkpoint is written.
                     group.any(False)
                 if stop and done < steps:
-                    raise TrainingStopped(
+                    raise TaskInterrupted(
                         f"the training run stopped after step {done} of {steps} of the"
                         f" {phase.name} phase"
                     )
@@ -586,3 +599,84 @@ def learning_rate(
         return max(floor, config.lr * config.decay_rate**epoch)
     done = (step - warmup) / max(1, total_steps - warmup)
     return floor + (config.lr - floor) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+
+
+def finish_model(
+    task: TrainTask, on_progress: OnProgress
+) -> tuple[ModelBundle, int, dict[str, WeightChoice]]:
+    """Make a bundle from the last checkpoint, and fit its final score with the settings
+    in ``task.config.fitting``.
+
+    The weights of the final score are fitted to the dev captions. Without dev captions,
+    the final score is the logit alone.
+
+    Args:
+        on_progress: called with the activity and its progress. An exception raised by
+            `on_progress` stops this function.
+
+    Returns:
+        The trained bundle, which is not saved yet; the number of finished steps of the
+        joint phase; and the fitted weights and the recall of each direction. The last
+        value is empty if no weights were fitted.
+
+    Raises:
+        ModelError: the run folder has no checkpoint of the joint phase.
+    """
+    fitting = task.config.fitting
+    run_dir = task.config.run.folder
+    # The workers may have used a GPU that this process does not have. In this case, the
+    # CPU is used.
+    cuda = torch.cuda.is_available()
+    device = resolve_device(task.config.run.device if cuda else "cpu")
+    bundle, source = open_start(task, ALONE, device)
+    state = last_checkpoint(run_dir, task.run)
+    if state is None or not any(name.startswith("joint.") for name in state.weights):
+        raise ModelError(
+            f"{run_dir} has no checkpoint of the joint phase yet; resume the"
+            " training run"
+        )
+    adapter = trained_part(bundle.adapter)
+    for prefix, module in (("adapter.", adapter), ("joint.", bundle.joint)):
+        named = {
+            name.removeprefix(prefix): part
+            for name, part in state.weights.items()
+            if name.startswith(prefix)
+        }
+        module.load_state_dict(named)
+    bundle = replace(bundle, trained=True, info=None)
+    bundle.adapter.to(device).eval()
+    bundle.joint.to(device).eval()
+    # The offset block is estimated from evenly spaced training images.
+    rows = task.items.rows[:: max(1, source.data.images // _OFFSET_IMAGES)]
+    blocks = (
+        tokens.view(torch.int16).numpy().view(BF16)
+        for tokens in source.data.features.iter_tokens(adapter, rows, device)
+    )
+    bundle = replace(bundle, offset=estimate_offset(blocks))
+    init = task.config.inputs.init
+    if fitting.pooled_dim:
+        pooled = fit_pooled_similarity(
+            adapter, bundle.joint, source, fitting.pooled_dim, on_progress
+        )
+        bundle = replace(bundle, pooled=pooled.to(device).eval())
+    elif init is not None and task.dev is not None:
+        initial = ModelBundle.load(init, device=str(device))
+        # Only a pooled similarity for tokens of the same width fits the trained bundle.
+        if initial.joint.width == bundle.joint.width:
+            bundle = replace(bundle, pooled=initial.pooled)
+    score = DirectionWeights()
+    logit_range = None
+    choices = dict[str, WeightChoice]()
+    if task.dev is not None:
+        dev = TrainingData(task.dev)
+        pools = dev_pools(bundle, dev, fitting, on_progress=on_progress)
+        choices = {name: choose_weights(pools[name]) for name in DIRECTIONS}
+        score = DirectionWeights(
+            **{direction: choice.weights for direction, choice in choices.items()}
+        )
+        logit_range = choices[TEXT_TO_IMAGE].logit_range
+    return (
+        replace(bundle, score=score, logit_range=logit_range),
+        state.step,
+        choices,
+    )

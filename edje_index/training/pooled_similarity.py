@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from edje_index.models.joint_encoder import JointEncoder
 from edje_index.progress import OnProgress
 from edje_index.scoring.parts import PooledSimilarity, token_statistics, word_bags
-from edje_index.training.batches import BatchSource
-from edje_index.training.random_streams import POOLING, stream
-from storage_formats.arrays import Ints
+from edje_index.training.batches import POOLING, BatchSource, stream
 
 # Largest number of images that the fit reads, which limits its memory. For 10,000
 # images with 5 captions each, the bags of words, with 4,000 words, take 3 GB.
@@ -66,7 +64,22 @@ def fit_pooled_similarity(
     chosen = np.sort(
         stream(source.config.loop.seed, POOLING).permutation(data.images)[:FIT_IMAGES]
     )
-    patches, tokens = _pool_images(adapter, source, chosen, joint.device, on_progress)
+    # For each image: mean and standard deviation of the patch features, and statistics
+    # of the tokens.
+    rows = data.items.rows[chosen]
+    patch_parts = []
+    token_parts = []
+    for start in range(0, len(rows), _IMAGE_BATCH):
+        blocks = data.features.fetch(rows[start : start + _IMAGE_BATCH])
+        blocks = blocks.to(joint.device).float()
+        deviation, mean = torch.std_mean(blocks, dim=1, correction=0)
+        patch_parts.append(torch.cat([mean, deviation], dim=1).cpu())
+        # The tokens are rounded to bfloat16, as in an index.
+        with torch.inference_mode():
+            token_parts.append(token_statistics(adapter(blocks).bfloat16()).cpu())
+        on_progress(_ACTIVITY, min(start + _IMAGE_BATCH, len(rows)), len(rows))
+    patches = torch.cat(patch_parts).double()
+    tokens = torch.cat(token_parts).double()
     caption_counts = np.diff(data.items.caption_starts)
     image_of_caption = np.repeat(np.arange(data.images), caption_counts)
     captions = np.flatnonzero(np.isin(image_of_caption, chosen))
@@ -136,34 +149,6 @@ def fit_pooled_similarity(
         }
     )
     return fitted
-
-
-@torch.inference_mode()
-def _pool_images(
-    adapter: nn.Module,
-    source: BatchSource,
-    chosen: Ints,
-    device: torch.device,
-    on_progress: OnProgress,
-) -> tuple[Tensor, Tensor]:
-    """Compute statistics of the r images with the numbers `chosen`.
-
-    Returns:
-        Mean and standard deviation of the patch features, float64 [r, 2 d_v], and
-        statistics of the tokens, see `token_statistics`, float64 [r, 3 d].
-    """
-    rows = source.data.items.rows[chosen]
-    patches = []
-    tokens = []
-    for start in range(0, len(rows), _IMAGE_BATCH):
-        blocks = source.data.features.fetch(rows[start : start + _IMAGE_BATCH])
-        blocks = blocks.to(device).float()
-        deviation, mean = torch.std_mean(blocks, dim=1, correction=0)
-        patches.append(torch.cat([mean, deviation], dim=1).cpu())
-        # The tokens are rounded to bfloat16, as in an index.
-        tokens.append(token_statistics(adapter(blocks).bfloat16()).cpu())
-        on_progress(_ACTIVITY, min(start + _IMAGE_BATCH, len(rows)), len(rows))
-    return torch.cat(patches).double(), torch.cat(tokens).double()
 
 
 def canonical_maps(

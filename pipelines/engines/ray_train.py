@@ -23,7 +23,7 @@ from pipelines.engines.ray_engine import (
 )
 from pipelines.progress.events import JobStopped, OnEvent
 from storage_formats.atomic import Json
-from storage_formats.errors import EdjeError
+from storage_formats.errors import EdjeError, TaskInterrupted
 
 if TYPE_CHECKING:
     from edje_index.training.loop import TrainTask
@@ -180,12 +180,12 @@ def _worker_loop(config: Json) -> None:
     """Run the training steps of one Ray worker."""
     import ray.train
 
-    from edje_index.training.loop import TrainingStopped, run_worker
+    from edje_index.training.loop import run_worker
     from edje_index.training.workers import WorkerGroup, patient_group
 
     task: TrainTask = config["task"]
     context = ray.train.get_context()
     rank = context.get_world_rank()
     group = WorkerGroup(rank, context.get_world_size(), patient_group())
-    with contextlib.suppress(TrainingStopped):
+    with contextlib.suppress(TaskInterrupted):
         run_worker(task, group, (task.config.run.folder / _STOP_FILE).exists)

@@ -25,10 +25,9 @@ from edje_index.training.dataset import (
     open_same_images,
     read_captioned_rows,
 )
-from edje_index.training.finish import finish_model
 from edje_index.training.loop import (
-    TrainingStopped,
     TrainTask,
+    finish_model,
     run_worker,
     total_steps,
 )
@@ -45,7 +44,7 @@ from pipelines.progress.events import (
 )
 from pipelines.progress.wording import by_reason, counted
 from storage_formats.atomic import Json, write_json_atomic
-from storage_formats.errors import EdjeError, UsageError
+from storage_formats.errors import EdjeError, TaskInterrupted, UsageError
 from storage_formats.format.lock import locked
 from storage_formats.format.remote import open_index
 
@@ -77,15 +76,8 @@ def run_training(
             damaged.
     """
     started = time.monotonic()
-    # The workers may run in other directories, so their paths are made absolute.
-    run = settings.run.model_copy(update={"dir": settings.run.folder})
-    paths = {
-        name: path.absolute()
-        for name in ("teacher", "init")
-        if (path := getattr(settings.inputs, name)) is not None
-    }
-    inputs = settings.inputs.model_copy(update=paths)
-    settings = settings.model_copy(update={"run": run, "inputs": inputs})
+    run = settings.run
+    inputs = settings.inputs
     with locked(run.folder), resumable(run.folder):
         on_event(StatusMessage("reading captions"))
         index = open_index(inputs.index)
@@ -287,7 +279,7 @@ def _continued_run(settings: TrainSettings) -> tuple[Path, str] | None:
     bundle = settings.inputs.init
     if bundle is None or not settings.optimizer.continued:
         return None
-    folder = bundle.absolute().with_name(f"{bundle.name}.run")
+    folder = bundle.with_name(f"{bundle.name}.run")
     result = _read_result(folder)
     if result is None or result.fingerprint != read_bundle_info(bundle).fingerprint:
         raise UsageError(
@@ -350,7 +342,7 @@ def _run_steps(task: TrainTask, on_event: OnEvent, should_stop: ShouldStop) -> N
             train_on_ray(task, should_stop, report, on_event=on_event)
         else:
             run_worker(task, ALONE, should_stop, report)
-    except TrainingStopped as error:
+    except TaskInterrupted as error:
         # A JobStopped with a cause would count as an error, not as a requested stop.
         raise JobStopped(str(error)) from None
 

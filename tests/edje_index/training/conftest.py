@@ -25,6 +25,7 @@ from edje_index.training.loop import TrainTask
 from edje_index.training.start import make_start
 from edje_index.training.workers import ALONE, WorkerGroup
 from pipelines.jobs.snapshots import set_columns
+from storage_formats.errors import TaskInterrupted
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
 from tests.conftest import write_random_index
@@ -118,9 +119,12 @@ def prepare(
     """Prepare the captions of `case` on the CPU."""
     device = torch.device("cpu")
     items = replace(case.items, path=path)
-    return prepare_captions(
-        items, case.bundle, miner, device, group, should_stop, on_shard
-    )
+    options = (miner, device, group, should_stop, on_shard)
+    try:
+        prepare_captions(items, case.bundle, *options)
+    except TaskInterrupted:
+        return False
+    return True
 
 
 @pytest.fixture(autouse=True, scope="package")

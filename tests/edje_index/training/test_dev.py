@@ -13,9 +13,8 @@ from edje_index.models.devices import to_bf16_array
 from edje_index.training.checkpoints import DEV, last_checkpoint, read_log
 from edje_index.training.config import FittingConfig
 from edje_index.training.dataset import StoredFeatures
-from edje_index.training.finish import finish_model
 from edje_index.training.fit_weights import choose_weights, dev_pools
-from edje_index.training.loop import TrainTask, run_worker
+from edje_index.training.loop import TrainTask, finish_model, run_worker
 from edje_index.training.pooled_similarity import fit_pooled_similarity
 from edje_index.training.start import make_start, trained_part
 from edje_index.training.workers import WorkerGroup

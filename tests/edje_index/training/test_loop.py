@@ -16,9 +16,8 @@ from edje_index.models.weights import read_checkpoint
 from edje_index.training import loop
 from edje_index.training.checkpoints import last_checkpoint, read_log
 from edje_index.training.config import PRESETS, OptimizerConfig
-from edje_index.training.finish import finish_model
 from edje_index.training.loop import (
-    TrainingStopped,
+    finish_model,
     learning_rate,
     make_optimizer,
     open_start,
@@ -28,7 +27,7 @@ from edje_index.training.loop import (
 from edje_index.training.start import make_trainable
 from edje_index.training.step import JointObjective
 from edje_index.training.workers import WorkerGroup
-from storage_formats.errors import UsageError
+from storage_formats.errors import TaskInterrupted, UsageError
 
 
 def never() -> bool:
@@ -73,7 +72,7 @@ def calm(case, tmp_path_factory):
 @pytest.mark.parametrize("calls", [1, 5])
 def test_a_stopped_training_goes_on_to_the_same_bits(case, calm, tmp_path, calls):
     task = case.task(tmp_path, alignment__steps=2, alignment__batch_size=8)
-    with pytest.raises(TrainingStopped, match="stopped after step"):
+    with pytest.raises(TaskInterrupted, match="stopped after step"):
         run_worker(task, WorkerGroup(), StopAfter(calls))
     run_worker(task, WorkerGroup(), never)
     newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
