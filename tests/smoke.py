@@ -256,6 +256,7 @@ CHECKS = {
 
 NOT_CHECKED = {
     "aws": "needs a bucket",
+    "faiss-gpu": "needs a GPU",
     "mcp": "the tests of the service use it",
     "release": "runs this module",
     "test": "the job of the tests installs it",

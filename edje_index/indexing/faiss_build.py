@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,10 +127,7 @@ def build_ann(
         )
     embeddings = IndexedEmbeddings(place, spec, list(spec.shard_numbers()))
     index = _trained(kind, embeddings, spec.used_rows)
-    for done, (row_ids, vectors) in enumerate(embeddings, 1):
-        index.add_with_ids(vectors, row_ids)
-        if on_progress:
-            on_progress("adding embeddings", done, len(embeddings.shards))
+    _fill(index, embeddings, on_progress)
     measured: dict[str, Any] = {}
     if lists := count_lists(index):
         measured = {
@@ -190,13 +188,77 @@ def _trained(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> FaissIn
             [vectors[row_ids % step == 0] for row_ids, vectors in embeddings]
         )
         if len(sample) >= max(kind.lists, _CODES if kind.sub_vectors else 0):
-            index: FaissIndex = faiss.index_factory(
-                width, kind.factory, faiss.METRIC_INNER_PRODUCT
-            )
-            index.train(sample)
-            index.nprobe = min(_DEFAULT_PROBES, kind.lists)
-            return index
+            for centroids in (_on_gpu(faiss.IndexFlatIP(width)), None):
+                index: FaissIndex = faiss.index_factory(
+                    width, kind.factory, faiss.METRIC_INNER_PRODUCT
+                )
+                # If `centroids` is not None, it is on the GPU, and the training uses it
+                # to find the nearest centroid of each vector.
+                index.clustering_index = centroids
+                try:
+                    index.train(sample)
+                except RuntimeError:
+                    if centroids is None:
+                        raise
+                    # the GPU has too little memory: train on the CPU
+                    continue
+                # FAISS does not keep the Python object alive, so the pointer to it must
+                # go
+                index.clustering_index = None
+                index.nprobe = min(_DEFAULT_PROBES, kind.lists)
+                return index
     return faiss.IndexIDMap2(faiss.IndexFlatIP(width))
+
+
+def _fill(
+    index: FaissIndex,
+    embeddings: IndexedEmbeddings,
+    on_progress: OnProgress | None = None,
+) -> None:
+    """Add `embeddings` to the empty `index`, shard by shard. The FAISS ids are the
+    row ids.
+    """
+
+    def add_all() -> None:
+        for done, (row_ids, vectors) in enumerate(embeddings, 1):
+            index.add_with_ids(vectors, row_ids)
+            if on_progress:
+                on_progress("adding embeddings", done, len(embeddings.shards))
+
+    # The quantizer finds the inverted list of each vector, which is faster on a GPU.
+    own = index.quantizer if count_lists(index) else None
+    copy = None if own is None else _on_gpu(own)
+    if copy is not None:
+        index.quantizer = copy
+        try:
+            return add_all()
+        except RuntimeError:
+            # the GPU has too little memory: begin again on the CPU
+            index.reset()
+        finally:
+            index.quantizer = own
+    add_all()
+
+
+def _on_gpu(flat: FaissIndex) -> FaissIndex | None:
+    """Return a copy of a flat FAISS index on the first GPU. Return None if FAISS can
+    use no GPU.
+
+    The GPU trains the centroids and finds the inverted list of each vector. Codes,
+    their lists and searches stay on the CPU, because FAISS has neither 4-bit fast-scan
+    codes nor filters of rows on GPUs.
+    """
+    import faiss
+
+    module: Any = faiss
+    # builds of FAISS for CPUs report no GPU
+    if not module.get_num_gpus():
+        return None
+    # the call fails if other processes have taken the memory of the GPU
+    with contextlib.suppress(RuntimeError):
+        # only one GPU, because other processes may need the others
+        return module.index_cpu_to_all_gpus(flat, ngpu=1)
+    return None
 
 
 def _measure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from dataclasses import replace
 
 import faiss
@@ -153,6 +154,37 @@ def test_a_missed_recall_is_said_by_info_and_by_the_search(root):
     assert "finds 66.0 % of the nearest rows instead of 95 %" in reason
     with pytest.warns(RuntimeWarning, match=r"finds 66.0 %"):
         AnnIndex(CommittedIndex(root, missed))
+
+
+def test_what_gpus_do_gives_the_same_file_and_gpus_without_memory_are_not_used(
+    root, monkeypatch
+):
+    """A clone on the CPU takes the place of the one on the GPUs."""
+    expected = [file["crc32c"] for file in add_ann(root, CODES).ann["files"]]
+    clones = []
+
+    def clone(index, ngpu):
+        assert ngpu == 1, "other processes need the memory of the others"
+        # FAISS itself keeps no references either
+        clones.append(weakref.ref(on_gpus := faiss.clone_index(index)))
+        return on_gpus
+
+    def fail(index, ngpu):
+        raise RuntimeError("out of memory")
+
+    def end_during_the_work(index, ngpu):
+        # it cannot be trained with so few vectors, nor searched
+        clones.append(faiss.IndexPQ(index.d, 8, 8))
+        return clones[-1]
+
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 1)
+    # one trains, one assigns the vectors
+    for on_gpus, count in ((clone, 2), (fail, 2), (end_during_the_work, 4)):
+        monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", on_gpus)
+        assert [
+            file["crc32c"] for file in add_ann(root, CODES).ann["files"]
+        ] == expected
+        assert len(clones) == count
 
 
 def appended(root, vectors, manifest=None):
