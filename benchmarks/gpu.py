@@ -20,12 +20,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from edje_index.bundles.feature_bundle import write_feature_bundle
 
 from benchmarks.build import METHOD, find_photos
 from benchmarks.fetch import make_synthetic
 from benchmarks.harness import Report, Say, Task, run
 from benchmarks.search import CAPTION
+from edje_index.bundles.bundle import write_feature_bundle
 from edje_index.bundles.random_bundle import (
     TINY,
     UntrainedSizes,
