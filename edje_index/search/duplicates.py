@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,10 @@ from storage_formats.arguments import as_number
 from storage_formats.arrays import Floats, Ints
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.remote import open_index
 from storage_formats.format.rows import INDEXED, read_all_rows
 from storage_formats.reading.embeddings import read_embeddings
+from storage_formats.remote.urls import IndexLocation
 
 # If there are at most this number of images, all pairs are compared. More images are
 # divided into cells by k-means, and each image is compared only with the images of the
@@ -25,9 +25,7 @@ _PROBES = 4
 
 
 @name_missing_extra("search")
-def near_duplicates(
-    index: str | Path | CommittedIndex, similarity: float = 0.95
-) -> list[list[int]]:
+def near_duplicates(index: IndexLocation, similarity: float = 0.95) -> list[list[int]]:
     """Return groups of images whose embeddings are nearly equal, largest group first.
 
     Two images belong to one group if the cosine similarity of their embeddings is at
@@ -38,7 +36,7 @@ def near_duplicates(
     with the images of the 4 cells nearest to it. Some pairs can therefore be missed.
 
     Args:
-        index: directory of the index, or the open index.
+        index: directory of the index, or its URL on an object store.
         similarity: smallest cosine similarity of a pair of near duplicates, above 0 and
             at most 1.
 
@@ -60,7 +58,7 @@ def near_duplicates(
             f"similarity must be above 0 and at most 1, got {similarity}",
             parameter="similarity",
         )
-    opened = index if isinstance(index, CommittedIndex) else CommittedIndex.open(index)
+    opened = open_index(index)
     table = read_all_rows(opened, ("row_id", "status"))
     is_indexed = np.array(table["status"]) == INDEXED
     rows = np.array(table["row_id"], dtype=np.int64)[is_indexed]
