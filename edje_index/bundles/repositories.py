@@ -214,33 +214,27 @@ def _download(
             return replace(source, label=f"{repository}@{Path(cached).name[:12]}")
         try:
             files = {
-                relative_path(file.rfilename): file for file in info.siblings or ()
+                relative_path(each.rfilename): each for each in info.siblings or ()
             }
         except ValueError as error:
             raise ModelError(f"{url}: {error}; do not use this model") from error
         label = f"{repository}@{str(info.sha)[:12]}"
-        # `base` is the directory that the URL names. If the URL names a file, `base` is
-        # the directory of the file.
+        # `prefix` is the directory that the URL names. If it names a file, it is the
+        # directory of the file.
         is_file = path in files
-        base = PurePosixPath(path).parent if is_file else PurePosixPath(path)
-        names = [
-            PurePosixPath(name).relative_to(base).as_posix()
-            for name in files
-            if PurePosixPath(name).is_relative_to(base)
-        ]
+        prefix = f"{path.rpartition('/')[0] if is_file else path}/".lstrip("/")
+        names = [name.removeprefix(prefix) for name in files if name.startswith(prefix)]
+        file = path.removeprefix(prefix) if is_file else None
         chosen = choose(names, label)
-        if is_file:
-            stem = _whole(PurePosixPath(path).name)
-            shards = [name for name in names if _whole(name) == stem]
+        if file is not None:
+            shards = [name for name in names if _whole(name) == _whole(file)]
             chosen = [*text_files(names, label), *shards]
         if not chosen:
             raise ModelError(f"{url} has no files of a model; give another repository")
-        of_hub = {
-            (base / name).as_posix(): files[(base / name).as_posix()] for name in chosen
-        }
+        of_hub = {prefix + name: files[prefix + name] for name in chosen}
         size = sum(
-            file.size or 0
-            for name, file in of_hub.items()
+            expected.size or 0
+            for name, expected in of_hub.items()
             if try_to_load_from_cache(repository, name, revision=info.sha) is None
         )
         cache = Path(constants.HF_HUB_CACHE)
@@ -265,14 +259,9 @@ def _download(
                 f"{url} has changed during the download; run this again, or give a"
                 " commit as hf://ORG/REPO@COMMIT"
             )
-        for name, file in of_hub.items():
-            _check_content(snapshot / name, file, f"{name} of {label}")
-        return Source(
-            snapshot / base,
-            label,
-            chosen,
-            PurePosixPath(path).name if is_file else None,
-        )
+        for name, expected in of_hub.items():
+            _check_content(snapshot / name, expected, f"{name} of {label}")
+        return Source(snapshot / prefix, label, chosen, file)
 
 
 def _check_content(file: Path, expected: Any, label: str) -> None:

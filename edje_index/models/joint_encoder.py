@@ -83,14 +83,11 @@ class JointEncoder(nn.Module):
         """Return a scorer with the current weights. A scorer is faster than
         :meth:`forward`, but cannot be trained.
         """
-        config = self.config.to_dict()
-        state = self.state_dict()
-        source = "the joint encoder"
         return JointScorer(
             self.tokenizer,
-            config,
-            state,
-            source=source,
+            self.config.to_dict(),
+            self.state_dict(),
+            source="the joint encoder",
             dtype=self.compute_dtype,
             device=self.device,
         )

@@ -71,7 +71,12 @@ class ScoreWeights:
     shares: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        _check_finite(self.by_part())
+        for name, weight in self.by_part().items():
+            if not abs(weight) <= MAX_WEIGHT:
+                raise ValueError(
+                    f"the weight of the part '{name}' must be a number from -1e30 to"
+                    f" 1e30, got {weight}"
+                )
         if self.calibration is not None:
             slope, offset = self.calibration
             if not (0 < slope < MAX_WEIGHT and abs(offset) < MAX_WEIGHT):
@@ -104,16 +109,11 @@ class ScoreWeights:
             ValueError: all weights are 0. `may_be_first` also raises this error if the
                 logit is the only part.
         """
-        first, *others = self.parts or (None,)
-        if first is None:
+        if not self.parts:
             raise ValueError(
                 "a final score needs at least one part with a weight other than 0"
             )
-        weights = self.by_part()
-        total = weights[first] * values[first]
-        for part in others:
-            total = total + weights[part] * values[part]
-        return total
+        return sum(getattr(self, part) * values[part] for part in self.parts)
 
     def may_be_first(
         self, values: Mapping[str, Floats], k: int, logit_range: tuple[float, float]
@@ -299,15 +299,6 @@ def check_parts(weights: ScoreWeights, available: Collection[str], what: str) ->
             f"{what} has no {' and no '.join(missing)}: use only the parts"
             f" {', '.join(available)}"
         )
-
-
-def _check_finite(weights: Mapping[str, float]) -> None:
-    for name, weight in weights.items():
-        if not abs(weight) <= MAX_WEIGHT:
-            raise ValueError(
-                f"the weight of the part '{name}' must be a number from -1e30 to 1e30,"
-                f" got {weight}"
-            )
 
 
 def relevance(scores: Array, weights: ScoreWeights) -> Array:
