@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -269,16 +270,15 @@ def _check_content(file: Path, expected: Any, label: str) -> None:
     hashes differ, remove the file from the cache, and raise ModelError.
     """
     if expected.lfs is not None:
-        digest = hashlib.sha256()
         wanted = expected.lfs.sha256
+        new_hash = hashlib.sha256
     else:
         # The Hub reports the Git hash of a file that is not in Git LFS: the SHA-1 of
         # this header and the content.
-        digest = hashlib.sha1(b"blob %d\0" % file.stat().st_size)
         wanted = expected.blob_id
+        new_hash = partial(hashlib.sha1, b"blob %d\0" % file.stat().st_size)
     with file.open("rb") as opened:
-        while data := opened.read(1 << 22):
-            digest.update(data)
+        digest = hashlib.file_digest(opened, new_hash)
     if digest.hexdigest() != wanted:
         file.resolve().unlink()
         file.unlink(missing_ok=True)

@@ -153,7 +153,6 @@ class DeviceFetcher:
         self.device = resolve_device(device)
         self._store = store
         cuda = self.device.type == "cuda"
-        self._buffer_bytes = buffer_bytes
         self._rows = max(1, buffer_bytes // store.record_bytes)
         # The buffers are allocated when a fetch needs them, and are no larger than the
         # largest fetch needs.
@@ -167,9 +166,6 @@ class DeviceFetcher:
                 self._copied.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
 
     __repr__ = repr_of("_store", "device")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self._store, str(self.device), self._buffer_bytes)
 
     @plain_torch()
     def fetch(self, row_ids: RowIds) -> torch.Tensor:

@@ -221,7 +221,7 @@ class BertTextTower(TextEncoder):
     _tokenizer: Tokenizer
     _clean: Callable[[str], str]
     _pad: int
-    _projection: list[Tensor]
+    _projection: tuple[Tensor, Tensor]
 
     def embed(self, texts: list[str]) -> Tensor:
         with tokenizing():
@@ -234,11 +234,9 @@ class BertTextTower(TextEncoder):
         )
         hidden = self._bert.hidden_states(embedded, None if bool(mask.all()) else mask)
         pooled = (hidden * mask[:, :, None]).sum(dim=1) / mask.sum(dim=1, keepdim=True)
-        for matrix in self._projection[:-1]:
-            pooled = functional.gelu(functional.linear(pooled, matrix))
-        return functional.normalize(
-            functional.linear(pooled, self._projection[-1]), dim=-1
-        )
+        inner, outer = self._projection
+        pooled = functional.gelu(functional.linear(pooled, inner))
+        return functional.normalize(functional.linear(pooled, outer), dim=-1)
 
 
 def load_bert_text_tower(
@@ -256,7 +254,7 @@ def load_bert_text_tower(
         not text.get("hf_model_name")
         or not text.get("hf_tokenizer_name")
         or text.get("hf_pooler_type") != "mean_pooler"
-        or text.get("hf_proj_type") not in ("mlp", "linear")
+        or text.get("hf_proj_type") != "mlp"
         or text.get("tokenizer_mode")
         or clean is None
         or not set(options) <= _TOKENIZER_OPTIONS
@@ -296,12 +294,9 @@ def load_bert_text_tower(
     weights = BertWeights(tensors, "transformer.", source=str(path), device=device)
     bert = Bert(bert_config, weights, source=str(source))
     head = BertWeights(tensors, "proj.", source=str(path), device=device)
-    if text["hf_proj_type"] == "linear":
-        projection = [head.take("weight", config.embed_dim, bert.width)]
-    else:
-        inner = (bert.width + config.embed_dim) // 2
-        projection = [
-            head.take("0.weight", inner, bert.width),
-            head.take("2.weight", config.embed_dim, inner),
-        ]
+    inner = (bert.width + config.embed_dim) // 2
+    projection = (
+        head.take("0.weight", inner, bert.width),
+        head.take("2.weight", config.embed_dim, inner),
+    )
     return BertTextTower(bert, tokenizer, clean, pad, projection)

@@ -182,10 +182,6 @@ def read_checkpoint(path: Path) -> Json:
     """Read a file that ``torch.save`` wrote, with a dict of tensors and plain
     values. No code in the file runs.
     """
-    if not path.is_file():
-        raise ModelError(
-            f"there is no checkpoint file at {path}; give the path of the .pth file"
-        )
     try:
         with warnings.catch_warnings():
             # torch may warn about the pickle protocol of a file that it then refuses.
