@@ -13,7 +13,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -305,14 +304,7 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command. If an EdjeError names a parameter, put the name that this
         option or argument has on the command line in front of the error message.
-
-        Raises:
-            click.BadParameter: the value of a parameter is NaN.
         """
-        for parameter in self.params:
-            value = ctx.params.get(parameter.name)
-            if isinstance(value, float) and math.isnan(value):
-                raise click.BadParameter("nan is not a number", ctx, parameter)
         try:
             return super().invoke(ctx)
         except EdjeError as error:
