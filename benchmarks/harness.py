@@ -368,7 +368,7 @@ def draw(rows: Sequence[Report], path: Path) -> None:
     for axis in axes[len(panels) :]:
         axis.remove()
     for axis, (title, of_panel) in zip(axes, panels.items(), strict=False):
-        rates = [_first(row) for row in of_panel]
+        rates = [_rate(row["values"]) for row in of_panel]
         bars = axis.barh([row["subject"] for row in of_panel], rates)
         axis.bar_label(bars, map(number_text, rates), padding=3)
         axis.set_title(title, fontsize="medium")
@@ -390,7 +390,7 @@ def _crosstab(
     """
     cells = dict[str, dict[str, str]]()
     for row in rows:
-        text = number_text(_first(row))
+        text = number_text(_rate(row["values"]))
         if row["ratio"] is not None:
             text += f" ({row['ratio']:.2f})"
         name = f"{row['subject']}, {report['subjects'][row['subject']][0]}"
@@ -411,10 +411,6 @@ def _crosstab(
 
 def _is_faster(row: Report) -> bool:
     return row["subject"] != DEVICE and (row["ratio"] or 1) < _FASTER
-
-
-def _first(row: Report) -> float:
-    return float(next(iter(row["values"].values())))
 
 
 if __name__ == "__main__":

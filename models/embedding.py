@@ -35,6 +35,7 @@ from edje_index.models.clip_model import build_clip
 from edje_index.models.filesystem import new_folder, write_json
 from edje_index.models.text_tower import save_text_tokenizer, text_tokenizer
 from edje_index.models.weights import assign_weights, read_weights, save_weights
+from edje_index.training.step import alignment_loss
 
 prepare_torchvision()
 
@@ -307,15 +308,10 @@ def contrastive_loss(
     similarities = (
         functional.normalize(images, dim=-1) @ functional.normalize(texts, dim=-1).T
     )
-    logits = log_scale.exp().clamp(max=MAX_SCALE) * similarities
     same = image_ids[:, None] == image_ids[None]
     same.fill_diagonal_(False)
-    logits = logits.masked_fill(same, -torch.inf)
-    target = torch.arange(len(image_ids))
-    return (
-        functional.cross_entropy(logits, target)
-        + functional.cross_entropy(logits.T, target)
-    ) / 2
+    logits = log_scale.exp().clamp(max=MAX_SCALE) * similarities
+    return alignment_loss(logits.masked_fill(same, -torch.inf), torch.tensor(1.0))
 
 
 @torch.inference_mode()

@@ -108,19 +108,19 @@ def begin_log(run_dir: Path, stage: int, step: int) -> None:
     `stage` is the number of the phase, counted from 0.
     """
     kept = [
-        _line(record)
+        json.dumps(record) + "\n"
         for record in read_log(run_dir)
         if (record["stage"], record["step"]) <= (stage, step)
     ]
-    write_bytes_atomic(run_dir / LOG, b"".join(kept))
+    write_bytes_atomic(run_dir / LOG, "".join(kept).encode())
 
 
 def append_record(run_dir: Path, record: Json) -> None:
     """Append a record to ``log.jsonl``. The keys ``stage``, ``phase`` and ``step`` are
     required.
     """
-    with (run_dir / LOG).open("ab") as file:
-        file.write(_line(record))
+    with (run_dir / LOG).open("a") as file:
+        file.write(json.dumps(record) + "\n")
 
 
 def read_log(run_dir: Path) -> list[Json]:
@@ -129,7 +129,3 @@ def read_log(run_dir: Path) -> list[Json]:
     if not path.exists():
         return []
     return [value for _, value, error in read_json_lines(path) if not error]
-
-
-def _line(record: Json) -> bytes:
-    return json.dumps(record).encode() + b"\n"

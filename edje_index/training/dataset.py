@@ -387,7 +387,26 @@ def prepare_captions(
             " kept"
         )
     if group.rank == 0:
-        _join_shards(shards, path, count)
+        finished_shards = []
+        for shard in shards:
+            try:
+                finished_shards.append(np.load(shard, mmap_mode="r"))
+            except (OSError, ValueError, EOFError) as error:
+                shard.unlink()
+                raise CorruptIndexError(
+                    f"{shard} was damaged; train again, which prepares its captions"
+                    " again"
+                ) from error
+        unfinished = parts / path.name
+        joined = np.lib.format.open_memmap(
+            unfinished, "w+", finished_shards[0].dtype, (count,)
+        )
+        np.concatenate(finished_shards, out=joined)
+        joined.flush()
+        fsync_paths([unfinished])
+        unfinished.rename(path)
+        fsync_paths([path.parent])
+        shutil.rmtree(parts, ignore_errors=True)
     # The other workers wait here until worker 0 has written the file.
     group.any(False)
 
@@ -399,32 +418,3 @@ def _key(text: str) -> int:
     words = clean_canonicalize(text).encode()
     digest = hashlib.blake2b(words, digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-def _join_shards(shards: Sequence[Path], path: Path, count: int) -> None:
-    """Write the `count` records of all `shards` to the file `path`, and remove the
-    shards. Memory holds one shard at a time.
-    """
-    unfinished = shards[0].with_name(path.name)
-    joined: np.memmap[Any, Any] | None = None
-    end = 0
-    for shard in shards:
-        try:
-            records = np.load(shard)
-        except (OSError, ValueError, EOFError) as error:
-            shard.unlink()
-            raise CorruptIndexError(
-                f"{shard} was damaged; train again, which prepares its captions again"
-            ) from error
-        if joined is None:
-            joined = np.lib.format.open_memmap(
-                unfinished, "w+", records.dtype, (count,)
-            )
-        joined[end : end + len(records)] = records
-        end += len(records)
-    assert joined is not None
-    joined.flush()
-    fsync_paths([unfinished])
-    unfinished.rename(path)
-    fsync_paths([path.parent])
-    shutil.rmtree(unfinished.parent, ignore_errors=True)

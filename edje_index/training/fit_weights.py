@@ -75,17 +75,12 @@ class DevPools:
             images=self.images[queries],
         )
 
-    def scores(self, weights: ScoreWeights) -> Scores:
-        """Compute the final score of each candidate in each pool, float32 [q, p]."""
-        scores: Scores = weights.sum(self.parts)
-        return scores
-
     def hits(self, weights: ScoreWeights) -> Bools:
         """Return which queries have a relevant candidate at rank 0, bool [q].
 
         If candidates have equal final scores, the first candidate has the lower rank.
         """
-        best = self.scores(weights).argmax(axis=1)[:, None]
+        best = weights.sum(self.parts).argmax(axis=1)[:, None]
         hits: Bools = np.take_along_axis(self.right, best, axis=1)[:, 0]
         return hits
 
@@ -180,7 +175,7 @@ def choose_weights(pools: DevPools) -> WeightChoice:
     weights = fit_weights(pools)
     weights = replace(
         weights,
-        calibration=fit_calibration(pools.scores(weights), pools.right),
+        calibration=fit_calibration(weights.sum(pools.parts), pools.right),
         shares=part_shares(pools, weights),
     )
     held_out_recall = None

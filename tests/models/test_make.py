@@ -7,9 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-# isort: skip
-import timm
 import torch
 from PIL import Image
 from safetensors.numpy import load_file as load_arrays
@@ -46,6 +43,7 @@ from models.embedding import (
     contrastive_loss,
     pair_features,
     start_model,
+    timm,
     train_heads,
 )
 from models.make import pack_model
