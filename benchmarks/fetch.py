@@ -30,11 +30,10 @@ from benchmarks.disk import (
     load,
     resident,
 )
-from benchmarks.harness import DEVICE, Report, Say, Task, faster, run, select
+from benchmarks.harness import DEVICE, RECORDS, Report, Say, Task, faster, run, select
 from benchmarks.peers import (
     PEERS,
     READER,
-    RECORDS,
     StoredRecords,
     Subject,
     open_subject,
@@ -508,8 +507,7 @@ def verdict(rows: list[Report], draw: float) -> Iterator[str]:
         " the rate of the device. A joint encoder that scores N pairs/s needs N"
         " photos/s."
     )
-    others = [row for row in rows if row["subject"] != RECORDS]
-    yield from faster(others, READER)
+    yield from faster(rows, READER)
     # The libraries return stored bytes, so they are also compared with a fetch that
     # does not decode.
     records = {
@@ -519,7 +517,7 @@ def verdict(rows: list[Report], draw: float) -> Iterator[str]:
     }
     undecoded = [
         row | {"ratio": row["ratio"] / records[case]}
-        for row in others
+        for row in rows
         if (case := (row["group"], row["table"], row["case"])) in records
         and row["ratio"]
         and row["subject"] != READER

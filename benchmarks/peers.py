@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from benchmarks.harness import Report
+from benchmarks.harness import RECORDS, Report
 from edje_index import __version__
 from storage_formats.arrays import Ints
 from storage_formats.codecs import BF16, Records
@@ -362,7 +362,6 @@ class Hdf5(Subject):
 
 
 READER = "edje-index"
-RECORDS = "edje-index records"
 PEERS: Mapping[str, type[Subject]] = {
     "np.memmap": Memmap,
     "TensorStore": TensorStore,

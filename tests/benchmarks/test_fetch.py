@@ -14,11 +14,10 @@ import pytest
 
 from benchmarks import disk, fetch
 from benchmarks.fetch import PAPER, Workload, measure, run_fio, verdict
-from benchmarks.harness import DEVICE, summaries
+from benchmarks.harness import DEVICE, RECORDS, summaries
 from benchmarks.peers import (
     PEERS,
     READER,
-    RECORDS,
     SUBJECTS,
     StoredRecords,
     open_subject,
