@@ -132,7 +132,7 @@ class Workload(NamedTuple):
 
     @property
     def title(self) -> str:
-        if self.pool < self.blocks:
+        if self.pool <= QUERY and not self.is_contiguous:
             return f"{self.blocks:,} random blocks, {self.pool:,} per call"
         order = "contiguous" if self.is_contiguous else "random"
         return f"{self.blocks:,} {order} blocks in one call"
