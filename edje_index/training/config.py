@@ -278,11 +278,6 @@ class RunSettings(Settings):
         """The run folder."""
         return self.dir or self.out.with_name(f"{self.out.name}.run")
 
-    @property
-    def distributed(self) -> bool:
-        """True if the training run has several workers or uses a Ray cluster."""
-        return self.workers > 1 or self.address is not None
-
 
 class TrainSettings(Settings):
     """All settings of a training run."""

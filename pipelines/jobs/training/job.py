@@ -238,13 +238,9 @@ def _finished_result(settings: TrainSettings, fingerprint: str) -> TrainResult:
     """
     out = settings.run.out
     result = _read_result(settings.run.folder)
-    written = result and (result.run, result.fingerprint)
-    expected = (fingerprint, read_bundle_info(out).fingerprint)
-    if (
-        result is None
-        or written != expected
-        or result.fitting != settings.fitting.model_dump()
-    ):
+    bundle = read_bundle_info(out).fingerprint
+    expected = (fingerprint, bundle, settings.fitting.model_dump())
+    if result is None or (result.run, result.fingerprint, result.fitting) != expected:
         raise UsageError(
             f"{out} exists already, and another run made it, or this run with other"
             " settings of the final score (group 'fitting'); remove this folder to"
@@ -336,7 +332,8 @@ def _run_steps(task: TrainTask, on_event: OnEvent, should_stop: ShouldStop) -> N
             on_event(StatusMessage(describe_record(record)))
 
     try:
-        if task.config.run.distributed:
+        run = task.config.run
+        if run.workers > 1 or run.address is not None:
             from pipelines.engines.ray_train import train_on_ray
 
             train_on_ray(task, should_stop, report, on_event=on_event)
@@ -424,13 +421,13 @@ def describe_record(record: Json) -> str:
     that of the steps of the phase.
     """
     parts = [f"{record['phase']} {record['step']:,}/{record['steps']:,}"]
+    recalls = (name for name in ("t2i", "i2t") if name in record)
+    parts += [f"{name} R@1 {100 * record[name]:.1f}" for name in recalls]
+    parts += [f"{name} {record[name]:.3f}" for name in _LOSSES if name in record]
     # Only a training step has a learning rate. Other records are about an evaluation
     # or about shards of captions.
     if "lr" not in record:
-        recalls = (name for name in ("t2i", "i2t") if name in record)
-        parts += [f"{name} R@1 {100 * record[name]:.1f}" for name in recalls]
         return ", ".join(parts)
-    parts += [f"{name} {record[name]:.3f}" for name in _LOSSES if name in record]
     parts += [f"lr {record['lr']:.2e}", f"{record['images_per_second']:.1f} images/s"]
     steps = record["steps"] - record["step"]
     parts.append(f"{steps * record['step_seconds'] / 60:.0f} min left")
