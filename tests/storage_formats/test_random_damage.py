@@ -87,7 +87,7 @@ def test_random_damages_are_found_and_give_no_wrong_row(tmp_path, damages):
     files = sorted(
         path for path in sound.rglob("*") if path.is_file() and path.name != "lock"
     )
-    rng = random.Random(0)
+    rng = random.Random(1)
     assert not any(isinstance(each, Exception) for each in right)
     refused = 0
     for number in range(damages):
