@@ -21,7 +21,6 @@ from edje_index.models.devices import fused_on_cuda, plain_torch, resolve_device
 from storage_formats.arguments import repr_of
 from storage_formats.codecs import codec
 from storage_formats.codecs.formats import CANONICAL_NAN, FORMATS
-from storage_formats.errors import UsageError
 from storage_formats.format.tombstones import check_row_ids
 from storage_formats.token_store import RowIds, TokenStore
 
@@ -51,20 +50,8 @@ def decode_records_torch(
     Returns:
         Blocks, bfloat16 [k, m, d], on the device of `records`. For the precision
         `bf16`, the blocks may share memory with `records`.
-
-    Raises:
-        UsageError: the precision is unknown, or `records` has the wrong shape or dtype.
     """
     entry = codec(name, block_shape)
-    if (
-        records.dtype != torch.uint8
-        or records.ndim != 2
-        or records.shape[1] != entry.record_bytes
-    ):
-        raise UsageError(
-            f"records must be uint8 [k, {entry.record_bytes}], got {records.dtype}"
-            f" {list(records.shape)}"
-        )
     if not entry.has_offset:
         return records.contiguous().view(torch.bfloat16).reshape(-1, *block_shape)
     form = entry.form

@@ -18,11 +18,11 @@ from typing import Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from edje_index.indexing.faiss_index import AnnIndex, Neighbours
+from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.search.hits import Hit, Hits
 from edje_index.search.rows import IndexRows
 from storage_formats.arguments import as_count, repr_of
-from storage_formats.arrays import Bools, Floats, as_finite
+from storage_formats.arrays import Floats, as_finite
 from storage_formats.codecs import Blocks
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
@@ -117,13 +117,25 @@ class LateInteractionSearch:
             )
         passing = None if where is None else self._rows.passing(where)
         if row_ids is None:
-            candidates, similarities = self._nearest(embedding, pool, passing)
+            vector = as_finite(embedding, "embedding")
+            if vector.ndim != 1:
+                raise UsageError(
+                    "embedding must be a vector [embed_dim], got an array of shape"
+                    f" {list(vector.shape)}"
+                )
+            if self._ann is None:
+                with name_missing_extra("search"):
+                    self._ann = AnnIndex(self._index)
+            # Stored embeddings have length 1. The query is scaled to this length, so
+            # that dot products are cosine similarities. A zero vector stays unchanged.
+            length = np.float32(np.linalg.norm(vector) or 1.0)
+            candidates, similarities = self._ann.nearest(vector / length, pool, passing)
         else:
             candidates = check_row_ids(row_ids, self._index.manifest.spec.rows)
             if passing is not None:
                 candidates = candidates[passing[candidates]]
             similarities = np.full(len(candidates), np.nan, np.float32)
-        scores = self.scores(query, candidates)
+        scores = self.store.max_sim(np.asarray(query), candidates)
         present = np.flatnonzero(~np.isnan(scores))
         best = present[np.argsort(-scores[present], kind="stable")[:k]]
         hits = [
@@ -139,35 +151,6 @@ class LateInteractionSearch:
             )
         ]
         return Hits(hits, self._index.location)
-
-    def scores(
-        self, query: ArrayLike, row_ids: Sequence[int] | NDArray[np.integer]
-    ) -> Floats:
-        """Return the MaxSim of `query` [q, d] and the tokens of each of `row_ids` [k],
-        float32 [k]. The score of a hole is NaN.
-        """
-        return self.store.max_sim(np.asarray(query), row_ids)
-
-    @name_missing_extra("search")
-    def _nearest(
-        self,
-        embedding: ArrayLike | None,
-        pool: int,
-        passing: Bools | None,
-    ) -> Neighbours:
-        """Return the `pool` rows whose embeddings are nearest to `embedding`."""
-        if self._ann is None:
-            self._ann = AnnIndex(self._index)
-        vector = as_finite(embedding, "embedding")
-        if vector.ndim != 1:
-            raise UsageError(
-                "embedding must be a vector [embed_dim], got an array of shape"
-                f" {list(vector.shape)}"
-            )
-        # Stored embeddings have length 1. The query is scaled to this length, so that
-        # dot products are cosine similarities. A zero vector stays unchanged.
-        length = float(np.linalg.norm(vector)) or 1.0
-        return self._ann.nearest(vector / np.float32(length), pool, passing)
 
 
 def max_sim(query: Floats, blocks: Blocks) -> Floats:

@@ -576,26 +576,23 @@ class TokenIndex:
         texts = _texts([text for text, _ in given], "pairs")
         images = [image for _, image in given]
         weights = self._weights(score)
+        has_tokens = reads_tokens(weights.parts)
+        stages = Stages()
         scores: list[float] = []
         for start in range(0, len(given), _PAIRS_AT_ONCE):
             part = slice(start, start + _PAIRS_AT_ONCE)
-            scores += self._scores_of_pairs(weights, texts[part], images[part])
+            tokens, embeddings = self._encoded(
+                images[part], stages, has_tokens=has_tokens
+            )
+            similarities = (embeddings * self.model.text.encode(texts[part])).sum(
+                axis=1
+            )
+            of_pairs = self.model.scorer.images(tokens) if has_tokens else None
+            of_part = self.model.scores(
+                weights, texts[part], similarities, of_pairs, stages
+            )
+            scores += of_part.final.tolist()
         return scores
-
-    def _scores_of_pairs(
-        self, weights: ScoreWeights, texts: list[str], images: list[Any]
-    ) -> list[float]:
-        """Return the final score of `texts[i]` and `images[i]` for each i. For the
-        types of images, see `score_pairs`.
-        """
-        stages = Stages()
-        has_tokens = reads_tokens(weights.parts)
-        tokens, embeddings = self._encoded(images, stages, has_tokens=has_tokens)
-        similarities = (embeddings * self.model.text.encode(texts)).sum(axis=1)
-        of_pairs = self.model.scorer.images(tokens) if has_tokens else None
-        scores = self.model.scores(weights, texts, similarities, of_pairs, stages)
-        final: list[float] = scores.final.tolist()
-        return final
 
     def search_image(
         self, image: ImageQuery, k: int = 10, *, where: str | None = None

@@ -37,7 +37,7 @@ def test_vectors_of_unequal_numbers_fill_their_blocks(tmp_path):
     query = rng.standard_normal((5, 8)).astype(np.float32)
     stored = [torch.from_numpy(each).bfloat16().float().numpy() for each in vectors]
     expected = [float((query @ each.T).max(axis=1).sum()) for each in stored]
-    assert search.scores(query, [0, 1, 2]) == pytest.approx(expected, abs=1e-4)
+    assert search.store.max_sim(query, [0, 1, 2]) == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_filter_limits_the_candidates(tmp_path):

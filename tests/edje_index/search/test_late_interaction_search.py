@@ -56,7 +56,7 @@ def test_scores_and_order_match_plain_numpy(written, precision):
     )
     index = LateInteractionSearch.open(root, precision)
     np.testing.assert_allclose(
-        index.scores(query, range(ROWS)), expected, rtol=1e-5, atol=1e-5
+        index.store.max_sim(query, range(ROWS)), expected, rtol=1e-5, atol=1e-5
     )
     hits = index.search(query, k=20, row_ids=range(ROWS))
     best = np.argsort(-expected)[:20]
