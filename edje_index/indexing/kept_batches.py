@@ -75,16 +75,16 @@ class KeptBatches:
                     EOFError,
                     zipfile.BadZipFile,
                 ):
-                    kept[rows.start] = self._read(rows)
+                    data = self._place.read(self._folder / _name(rows)) or b""
+                    # The file is a zip, whose members have checksums.
+                    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+                        kept[rows.start] = Batch(
+                            json.loads(arrays["rows"].tobytes()),
+                            arrays["ready"],
+                            arrays["tokens"].view(BF16),
+                            arrays["embeddings"],
+                        )
         return kept
-
-    def _read(self, rows: range) -> Batch:
-        data = self._place.read(self._folder / _name(rows)) or b""
-        # The file is a zip, whose members have checksums.
-        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            values = json.loads(arrays["rows"].tobytes())
-            tokens = arrays["tokens"].view(BF16)
-            return Batch(values, arrays["ready"], tokens, arrays["embeddings"])
 
     def write(
         self,

@@ -511,13 +511,6 @@ def with_sources(manifest: Manifest, groups: Iterable[SourceGroup] | None) -> Js
     return {**manifest.settings, SOURCES_MEMBER: recorded}
 
 
-def holds_clips(manifest: Manifest) -> bool:
-    """Return True if the index was built with `frames`, so that video files are
-    inputs.
-    """
-    return manifest.settings.get("frames") is not None
-
-
 Need = dict[str, int]
 """The required memory or disk space in bytes, by purpose."""
 

@@ -16,7 +16,7 @@ from edje_index.errors import ModelError
 from edje_index.indexing.faiss_build import AnnRequest
 from pipelines.jobs.ann import new_ann
 from pipelines.jobs.changing import Edit, apply, upgrade_old
-from pipelines.jobs.plan import holds_clips, settings_of
+from pipelines.jobs.plan import settings_of
 from pipelines.progress.events import (
     JobStopped,
     OnEvent,
@@ -153,11 +153,13 @@ def repair_index(
 
         for entry in opened.manifest.offset_files:
             if entry.path in damaged:
-                origin = _restore_offset(change, entry, model)
-                if origin is None:
-                    refusals.append(_lost_offset(opened.manifest, entry))
+                for origin, offset in _offset_origins(opened, model):
+                    if crc32c(offset.tobytes()) == entry.crc32c:
+                        write_offset(change.layout, offset)
+                        repaired.append(RepairedFile(entry.path, origin))
+                        break
                 else:
-                    repaired.append(RepairedFile(entry.path, origin))
+                    refusals.append(_lost_offset(opened.manifest, entry))
         numbers = list(opened.spec.shard_numbers())
         shards = {
             shard: entries
@@ -213,21 +215,6 @@ def _restore_ann(
             json_bytes(replace(manifest, ann=ann).to_json()),
         )
     return [RepairedFile(path, "the embeddings") for path in sorted(paths)]
-
-
-def _restore_offset(
-    change: IndexChange,
-    entry: FileEntry,
-    model: IndexLocation | None,
-) -> str | None:
-    """Rebuild the file of the offset block. Return a description of the origin of its
-    values; None if no origin gives values with the committed checksum.
-    """
-    for origin, offset in _offset_origins(change.index, model):
-        if crc32c(offset.tobytes()) == entry.crc32c:
-            write_offset(change.layout, offset)
-            return origin
-    return None
 
 
 def _offset_origins(
@@ -348,7 +335,7 @@ class ShardEncoder:
         row_ids = self._index.spec.shard_rows(self._shard)
         table = read_index_rows(self._index.undeleted(), row_ids, [*_COLUMNS])
         rows = [row for row in table.to_pylist() if row["status"] == INDEXED]
-        clips = holds_clips(self._index.manifest)
+        clips = self._index.manifest.settings.get("frames") is not None
         refs = []
         # The image column of each Parquet file, by the path of the file. For an
         # archive, the value has no meaning.
