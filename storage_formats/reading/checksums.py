@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import numpy as np
 
 from storage_formats.errors import CorruptIndexError, cannot_read
@@ -14,7 +12,7 @@ from storage_formats.format.layout import checksum_file
 from storage_formats.reading.batch import Batch
 from storage_formats.reading.files import TokenFiles
 from storage_formats.reading.records import Checksums
-from storage_formats.threads import fork_safe_lock, run_threads
+from storage_formats.threads import run_threads
 
 # maximum size of the checksums in memory: 4 bytes for each of 16 million rows
 _KEPT_BYTES = 64 << 20
@@ -39,25 +37,23 @@ class BlockChecksums:
         name = checksum_file(tokens.codec.name)
         self._committed = CommittedFiles(tokens.index, name)
         self._spec = tokens.index.manifest.spec
-        self._kept: OrderedDict[int, Checksums] = OrderedDict()
-        self._lock = fork_safe_lock()
+        self._kept: dict[int, Checksums] = {}
 
     def expected(self, batch: Batch) -> Checksums:
         """Return the stored CRC-32C of each record of `batch`, uint32 [n]."""
         shards = [shard for shard, _, _ in batch.shard_spans]
-        with self._lock:
-            by_shard = {
-                shard: self._kept[shard] for shard in shards if shard in self._kept
-            }
+        by_shard = {
+            shard: kept
+            for shard in shards
+            if (kept := self._kept.get(shard)) is not None
+        }
         missing = [shard for shard in shards if shard not in by_shard]
         if missing:
             by_shard |= self._load(missing)
-            with self._lock:
-                self._kept.update(by_shard)
-                while len(self._kept) > max(
-                    1, _KEPT_BYTES // (4 * self._spec.shard_size)
-                ):
-                    self._kept.popitem(last=False)
+            self._kept.update(by_shard)
+            limit = max(1, _KEPT_BYTES // (4 * self._spec.shard_size))
+            for shard in list(self._kept)[:-limit]:
+                self._kept.pop(shard, None)
         parts = [
             by_shard[shard][batch.positions[start:stop]]
             for shard, start, stop in batch.shard_spans
@@ -83,8 +79,7 @@ class BlockChecksums:
 
     def close(self) -> None:
         """Free the loaded checksums."""
-        with self._lock:
-            self._kept.clear()
+        self._kept.clear()
 
     def _load(self, shards: list[int]) -> dict[int, Checksums]:
         entries = self._committed.files(shards)

@@ -16,7 +16,12 @@ from numpy.typing import NDArray
 from storage_formats.reading.batch import PIECE_RECORDS, Ints
 from storage_formats.reading.files import ShardFile, ShardFiles
 from storage_formats.reading.memory import Bytes, lend
-from storage_formats.reading.queues import Queue, QueuePool, RequestError
+from storage_formats.reading.queues import (
+    Queue,
+    RequestError,
+    borrow_queue,
+    idle_queues,
+)
 from storage_formats.reading.request import ReadRequest
 
 # Two records with at most this many bytes between them are read with one request,
@@ -39,9 +44,7 @@ _PART_REQUESTS = 32
 _PART_SHARE = 4
 
 
-def read_direct(
-    request: ReadRequest, files: ShardFiles, queues: QueuePool
-) -> Generator[None, None, None]:
+def read_direct(request: ReadRequest, files: ShardFiles) -> Generator[None, None, None]:
     """Read all records of a request with direct I/O, with several pieces in flight.
     Yield after each part of the work.
 
@@ -53,7 +56,7 @@ def read_direct(
     """
     size = request.checksums.record_bytes
     length = min(PIECE_RECORDS, max(1, _PIECE_BYTES // size))
-    queue = queues.borrow()
+    queue = borrow_queue()
     flights: dict[int, _Flight] = {}
     try:
         for number, piece in enumerate(request.batch.pieces(length)):
@@ -75,7 +78,7 @@ def read_direct(
         for flight in flights.values():
             files.release(flight.files)
         raise
-    queues.give_back(queue)
+    idle_queues.append(queue)
 
 
 @dataclass

@@ -35,7 +35,7 @@ from storage_formats.reading.files import (
 )
 from storage_formats.reading.mapped import MAPPED_SHARDS, MappedShards
 from storage_formats.reading.memory import lend
-from storage_formats.reading.queues import QueuePool, RequestError, can_queue
+from storage_formats.reading.queues import RequestError, can_queue
 from storage_formats.reading.request import ReadRequest
 from storage_formats.reading.sinks import Sink
 from storage_formats.system_calls import advise
@@ -92,7 +92,6 @@ class LocalReads:
         self._is_wide = self._spec.used_shards > open_files()
         self._files = ShardFiles(root, tokens.name)
         self._direct_files = ShardFiles(root, tokens.name, direct=can_queue())
-        self._queues = QueuePool()
         # by shard number: bytes of records that were requested past the page cache
         self._direct_bytes: dict[int, int] = {}
         self._admitted_bytes = 0
@@ -130,7 +129,7 @@ class LocalReads:
             try:
                 if engine == "direct":
                     files = self._direct_files
-                    run_apart(read_direct(part, files, self._queues))
+                    run_apart(read_direct(part, files))
                 elif engine == "mapped":
                     self._mapped.read(part)
                 else:
@@ -214,10 +213,9 @@ class LocalReads:
         return records
 
     def close(self) -> None:
-        """Close all files, and free idle queues. A later read opens the
+        """Close all files. A later read opens the
         files again.
         """
-        self._queues.close()
         # the maps are freed with the last read that uses them
         vars(self).pop("_mapped", None)
         self._files.close()

@@ -89,6 +89,7 @@ class Queue:
 
     Attributes:
         in_flight: number of started requests whose results `wait` has not returned yet.
+        owner: id of the process that can use the queue.
 
     Raises:
         OSError: the kernel refuses to create a queue.
@@ -101,9 +102,9 @@ class Queue:
         context = np.zeros(1, dtype=np.int64)
         system_call(self._setup, entries, context.ctypes.data)
         self._context = int(context[0])
-        self._owner = os.getpid()
+        self.owner = os.getpid()
         self._at_end = weakref.finalize(
-            self, _destroy, self._destroy, self._context, self._owner
+            self, _destroy, self._destroy, self._context, self.owner
         )
         self._completions = np.zeros(entries, dtype=_COMPLETION)
         self.entries = entries
@@ -176,7 +177,7 @@ class Queue:
             # The call fails if an earlier call of `close`, which an exception has
             # interrupted, has already destroyed the context.
             with contextlib.suppress(OSError):
-                _destroy(self._destroy, self._context, self._owner)
+                _destroy(self._destroy, self._context, self.owner)
             self._at_end.detach()
 
 
@@ -198,43 +199,28 @@ def can_queue() -> bool:
     return True
 
 
-class QueuePool:
-    """A pool of reusable queues, because creating a queue is slow. Thread-safe.
+idle_queues: list[Queue] = []
+"""Queues that `borrow_queue` returns again, because creating a queue is slow."""
 
-    In a forked child process the pool is empty.
+
+def borrow_queue() -> Queue:
+    """Return an idle queue or a new queue. The caller appends the queue to
+    `idle_queues` when no request is in flight.
+
+    Raises:
+        RequestError: the kernel refuses to create a queue.
     """
-
-    def __init__(self) -> None:
-        self._free: list[Queue] = []
-        self._owner = os.getpid()
-
-    def borrow(self) -> Queue:
-        """Return an idle queue or a new queue. The caller must return the queue with
-        `give_back`.
-
-        Raises:
-            RequestError: the kernel refuses to create a queue.
-        """
-        if self._owner != os.getpid():
-            self._free = []
-            self._owner = os.getpid()
-        # `pop` is atomic
-        with contextlib.suppress(IndexError):
-            return self._free.pop()
+    with contextlib.suppress(IndexError):
+        # a forked child process cannot use the queues of its parent
+        while (queue := idle_queues.pop()).owner != os.getpid():
+            pass
+        return queue
+    try:
+        return Queue(ENTRIES)
+    except OSError:
+        # The kernel limits the entries of all processes together (fs.aio-max-nr). A
+        # smaller queue with room for one piece may still be possible.
         try:
-            return Queue(ENTRIES)
-        except OSError:
-            # The kernel limits the entries of all processes together (fs.aio-max-nr).
-            # A smaller queue with room for one piece may still be possible.
-            try:
-                return Queue(PIECE_RECORDS)
-            except OSError as error:
-                raise RequestError from error
-
-    def give_back(self, queue: Queue) -> None:
-        """Return an idle queue to the pool."""
-        self._free.append(queue)
-
-    def close(self) -> None:
-        """Free the idle queues."""
-        self._free.clear()
+            return Queue(PIECE_RECORDS)
+        except OSError as error:
+            raise RequestError from error

@@ -26,7 +26,7 @@ from storage_formats.format.layout import Layout
 from storage_formats.reading import direct, queues
 from storage_formats.reading.batch import PIECE_RECORDS
 from storage_formats.reading.files import ShardFiles, read_ranges
-from storage_formats.reading.queues import Queue, QueuePool
+from storage_formats.reading.queues import Queue, borrow_queue
 from tests.conftest import REPO, same_bits
 from tests.storage_formats import reading_cases
 from tests.storage_formats.reading_cases import (
@@ -193,7 +193,8 @@ def test_queues_are_small_if_the_kernel_has_few_entries_left(monkeypatch):
         return entries
 
     monkeypatch.setattr(queues, "Queue", make)
-    assert QueuePool().borrow() == asked[-1] == PIECE_RECORDS
+    monkeypatch.setattr(queues, "idle_queues", [])
+    assert borrow_queue() == asked[-1] == PIECE_RECORDS
 
 
 def open_paths():
@@ -243,6 +244,7 @@ def test_sparse_pieces_after_dense_ones_do_not_overfill_the_queue(
     built, whole, monkeypatch, precision
 ):
     monkeypatch.setattr(queues, "ENTRIES", PIECE_RECORDS)
+    monkeypatch.setattr(queues, "idle_queues", [])
     put = Queue.put
 
     def checked(self, fds, *rest):
@@ -379,6 +381,7 @@ def test_a_fetch_without_queues_reads_portably(built, whole, monkeypatch):
         raise OSError(errno.EAGAIN, "fs.aio-max-nr is reached")
 
     monkeypatch.setattr(queues, "Queue", refuse)
+    monkeypatch.setattr(queues, "idle_queues", [])
     blocks = TokenStore.open(built[0], engine="direct").fetch(range(SPEC.rows))
     assert same_bits(blocks, whole["bf16"])
 
