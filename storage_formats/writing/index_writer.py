@@ -478,24 +478,20 @@ class IndexWriter:
 
     def _check_shapes(self, blocks: Array, embeddings: Array) -> None:
         m, d = self._spec.block_shape
-        if blocks.ndim != 3 or blocks.shape[1:] != (m, d):
+        if (
+            blocks.dtype not in _BLOCK_TYPES
+            or blocks.ndim != 3
+            or blocks.shape[1:] != (m, d)
+        ):
             raise UsageError(
-                f"blocks must have the shape [k, {m}, {d}], got {list(blocks.shape)}"
+                f"blocks must be float32, float16 or bfloat16 [k, {m}, {d}], got"
+                f" {blocks.dtype} {list(blocks.shape)}; convert the blocks first"
             )
-        if embeddings.shape != (len(blocks), self._spec.embed_dim):
-            expected = [len(blocks), self._spec.embed_dim]
+        shape = (len(blocks), self._spec.embed_dim)
+        if embeddings.dtype not in _EMBEDDING_TYPES or embeddings.shape != shape:
             raise UsageError(
-                f"embeddings of {len(blocks)} blocks must have the shape {expected},"
-                f" got {list(embeddings.shape)}"
-            )
-        if blocks.dtype not in _BLOCK_TYPES:
-            raise UsageError(
-                f"blocks must be float32, float16 or bfloat16, got {blocks.dtype};"
-                " convert the blocks first"
-            )
-        if embeddings.dtype not in _EMBEDDING_TYPES:
-            raise UsageError(
-                f"embeddings must be floating-point numbers, got {embeddings.dtype};"
+                f"embeddings of {len(blocks)} blocks must be floating-point numbers"
+                f" {list(shape)}, got {embeddings.dtype} {list(embeddings.shape)};"
                 " convert the embeddings first"
             )
 
@@ -597,7 +593,8 @@ def _source_values(name: str, values: Any) -> list[Value | None]:
     """
     result: list[Value | None] = []
     for item in values:
-        with contextlib.suppress(OverflowError):
+        # the time is out of range, or a text cannot be encoded
+        with contextlib.suppress(OverflowError, UnicodeEncodeError):
             value = python_value(item)
             if _is_source_value(value):
                 result.append(value)
@@ -618,12 +615,8 @@ def _is_source_value(value: Any) -> bool:
     if value is None or isinstance(value, datetime.datetime):
         return True
     texts = value if isinstance(value, list) else [value]
-    if not all(isinstance(each, str) for each in texts):
-        return False
-    try:
-        return len("".join(texts).encode()) <= MAX_ROW_BYTES
-    except UnicodeEncodeError:
-        return False
+    is_text = all(isinstance(each, str) for each in texts)
+    return is_text and len("".join(texts).encode()) <= MAX_ROW_BYTES
 
 
 def _column(field: pa.Field, values: Any) -> list[Any]:

@@ -216,23 +216,23 @@ BLOCKS, EMBEDDINGS = arrays(2)
         (
             BLOCKS[:, :3],
             EMBEDDINGS,
-            r"blocks must have the shape \[k, 4, 16\], got \[2, 3, 16\]",
+            r"blocks must be .* \[k, 4, 16\], got \w+ \[2, 3, 16\]",
         ),
-        (BLOCKS[0], EMBEDDINGS, r"blocks must have the shape"),
+        (BLOCKS[0], EMBEDDINGS, r"blocks must be"),
         (
             BLOCKS,
             EMBEDDINGS[:1],
-            r"embeddings of 2 blocks must have the shape \[2, 8\], got \[1, 8\]",
+            r"embeddings of 2 blocks must be .* \[2, 8\], got \w+ \[1, 8\]",
         ),
         (
             BLOCKS.astype(np.float64),
             EMBEDDINGS,
-            "blocks must be float32, float16 or bfloat16, got float64",
+            r"blocks must be float32, float16 or bfloat16 .* got float64",
         ),
         (
             BLOCKS,
             EMBEDDINGS.astype(np.int32),
-            "embeddings must be floating-point numbers, got int32",
+            r"must be floating-point numbers .* got int32",
         ),
         (
             changed(BLOCKS.copy(), (1, 0, 3), np.nan),
@@ -277,7 +277,7 @@ def test_an_exception_removes_everything(tmp_path):
     (tmp_path / "empty").mkdir()
     for root in (tmp_path / "new", tmp_path / "empty"):
         with (
-            pytest.raises(UsageError, match="must have the shape"),
+            pytest.raises(UsageError, match="must be"),
             IndexWriter.create(root, **SHAPE) as writer,
         ):
             write_then_fail(writer)
@@ -377,7 +377,7 @@ def test_an_append_that_fails_changes_nothing(tmp_path):
     write_arrays(root, *arrays(7), **SHAPE)
     before = files_of(root)
     with (
-        pytest.raises(UsageError, match="must have the shape"),
+        pytest.raises(UsageError, match="must be"),
         IndexWriter.open(root) as writer,
     ):
         write_then_fail(writer)
