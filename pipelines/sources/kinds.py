@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import stat
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -194,51 +193,20 @@ class TreeSource(Source):
             directory.files = {
                 os.fsencode(name): size for name, size in contents[0].items()
             }
-            for name in map(os.fsencode, contents[1]):
-                if not name:
-                    self.ignored.count("(no name)")
-                elif name.startswith(b"."):
-                    self.ignored.count("(hidden)")
-                elif is_litter(name):
-                    self.ignored.count(_LITTER)
-                else:
-                    directory.directories.add(name)
-            return directory
-        with os.scandir(path) as listing:
-            real = self._enter(path)
-            if real is None:
-                self.ignored.count("(folder seen)")
-                return directory
-            directory.real = real
-            for entry in listing:
-                if entry.is_file(follow_symlinks=False):
-                    directory.files[entry.name] = None
-                    continue
-                is_directory = entry.is_dir(follow_symlinks=False)
-                is_link = entry.is_symlink()
-                try:
-                    mode = entry.stat().st_mode if is_link else 0
-                except OSError:
-                    mode = None
-                if entry.name.startswith(b".") and (is_directory or is_link):
-                    self.ignored.count("(hidden)")
-                elif is_directory and is_litter(entry.name):
-                    self.ignored.count(_LITTER)
-                elif is_directory:
-                    directory.directories.add(entry.name)
-                elif mode and stat.S_ISDIR(mode):
-                    directory.linked_directories.add(entry.name)
-                elif mode is None and not (
-                    has_input_suffix(entry.name, self.clips)
-                    or entry.name.lower().endswith(_METADATA)
-                ):
-                    self.ignored.count("(broken link)")
-                    link = display_path(os.path.join(path, entry.name))
-                    self.hidden[link] = "it is a link without a target"
-                elif mode is None or stat.S_ISREG(mode):
-                    directory.links.add(entry.name)
-                else:
-                    self.ignored.count("(not a file)")
+            directory.directories = set(map(os.fsencode, contents[1]))
+        else:
+            self._scan(directory)
+        for name in directory.directories | directory.linked_directories:
+            if not name:
+                self.ignored.count("(no name)")
+            elif name.startswith(b"."):
+                self.ignored.count("(hidden)")
+            elif is_litter(name):
+                self.ignored.count(_LITTER)
+            else:
+                continue
+            directory.directories.discard(name)
+            directory.linked_directories.discard(name)
         # In the cache of the Hub, the files in `snapshots` are links to `blobs`, where
         # no file has its name.
         if directory.directories >= _HUB_CACHE:
@@ -256,6 +224,34 @@ class TreeSource(Source):
             self.ignored.count("(index)")
             return _Directory(path, path)
         return directory
+
+    def _scan(self, directory: _Directory) -> None:
+        """Add the contents of a local directory, unless it has been read before."""
+        with os.scandir(directory.path) as listing:
+            real = self._enter(directory.path)
+            if real is None:
+                self.ignored.count("(folder seen)")
+                return
+            directory.real = real
+            for entry in listing:
+                if entry.is_file(follow_symlinks=False):
+                    directory.files[entry.name] = None
+                elif entry.is_dir(follow_symlinks=False):
+                    directory.directories.add(entry.name)
+                elif os.path.isdir(entry.path):
+                    directory.linked_directories.add(entry.name)
+                elif os.path.isfile(entry.path):
+                    directory.links.add(entry.name)
+                elif os.path.exists(entry.path):
+                    self.ignored.count("(not a file)")
+                elif has_input_suffix(
+                    entry.name, self.clips
+                ) or entry.name.lower().endswith(_METADATA):
+                    directory.links.add(entry.name)
+                else:
+                    self.ignored.count("(broken link)")
+                    link = display_path(entry.path)
+                    self.hidden[link] = "it is a link without a target"
 
     def _inputs(self, directory: _Directory) -> Iterator[InputRef]:
         """Yield the inputs among the files of a directory, and then those in its
