@@ -26,7 +26,6 @@ from edje_index.inputs.refs import InputRef, read_bytes
 from pipelines.progress.events import ignore, never
 from pipelines.sources import Listing, open_sources
 from pipelines.sources.base import listed_input
-from storage_formats.errors import UsageError
 from storage_formats.format.column_types import BYTES, NUMBER, TEXT, column_kind
 from tests.caption_files import read_counted
 
@@ -343,78 +342,6 @@ def test_texts_that_are_not_unicode_are_left_out_and_counted(tmp_path, name):
     refs, ignored = scan(path)
     assert [ref.metadata for ref in refs] == [None, {"captions": "dogs"}]
     assert ignored == {"(unreadable metadata)": 1}
-
-
-COCO = [{"id": number, "file_name": f"{number}.jpg"} for number in range(3)]
-NOTES = [{"image_id": number, "caption": f"caption {number}"} for number in range(3)]
-
-
-@pytest.mark.parametrize(
-    ("images", "notes", "read", "missing"),
-    [
-        (COCO, NOTES, 3, 0),
-        ([{**each, "id": str(each["id"])} for each in COCO], NOTES, 3, 0),
-        (COCO, [{**each, "image_id": str(each["image_id"])} for each in NOTES], 3, 0),
-        (COCO, NOTES[:2], 2, 1),
-        (COCO, [*NOTES, {"image_id": 1, "caption": None}], 3, 1),
-        (COCO, [NOTES[0], {"image_id": 1, "caption": " "}], 1, 2),
-    ],
-)
-def test_coco_files_of_other_tools(tmp_path, images, notes, read, missing):
-    for number in range(3):
-        (tmp_path / f"{number}.jpg").write_bytes(JPEG)
-    path = tmp_path / "c.json"
-    path.write_text(json.dumps({"images": images, "annotations": notes}))
-    items, blank = read_counted(path)
-    assert (len(items), blank) == (read, missing)
-    refs, _ = scan(path)
-    assert [ref.problem for ref in refs] == [None] * 3
-
-
-@pytest.mark.parametrize(
-    ("images", "notes", "words"),
-    [
-        ([*COCO, {"id": 1, "file_name": "other.jpg"}], NOTES, "same id 1"),
-        ([*COCO, {"id": "1", "file_name": "other.jpg"}], NOTES, "same id 1"),
-        (COCO, [*NOTES, {"image_id": "77", "caption": "x"}], "image_id 77"),
-        (COCO, [], "contains no captions"),
-    ],
-)
-def test_wrong_ids_are_named(tmp_path, images, notes, words):
-    path = tmp_path / "c.json"
-    path.write_text(json.dumps({"images": images, "annotations": notes}))
-    with pytest.raises(UsageError, match=words):
-        read_captions(path)
-
-
-@pytest.mark.parametrize("missing", [{}, {"captions": None}, {"captions": []}])
-@pytest.mark.parametrize("form", ["jsonl", "json", "karpathy"])
-def test_a_photo_without_captions_leaves_the_others(tmp_path, form, missing):
-    records = [{"image": "0.jpg", "captions": ["a"]}, {"image": "1.jpg", **missing}]
-    path = tmp_path / ("c.jsonl" if form == "jsonl" else "c.json")
-    if form == "karpathy":
-        sentences = [{"raw": "a"}]
-        images = [
-            {"filename": "0.jpg", "sentences": sentences},
-            {"filename": "1.jpg", "sentences": []},
-        ]
-        path.write_text(json.dumps({"images": images}))
-    elif form == "json":
-        path.write_text(json.dumps(records))
-    else:
-        path.write_text("".join(json.dumps(each) + "\n" for each in records))
-    items, blank = read_counted(path)
-    assert ([item.path for item in items], blank) == ([f"{tmp_path}/0.jpg"], 1)
-
-
-def test_nan_is_no_caption(tmp_path):
-    path = tmp_path / "c.jsonl"
-    path.write_text(
-        '{"image": "0.jpg", "caption": NaN, "text": "a"}\n'
-        '{"image": "1.jpg", "captions": ["b", NaN]}\n{"image": "2.jpg", "text": NaN}\n'
-    )
-    items, blank = read_counted(path)
-    assert ([item.captions for item in items], blank) == ([("a",), ("b",)], 2)
 
 
 @pytest.mark.parametrize(

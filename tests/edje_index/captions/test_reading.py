@@ -6,6 +6,7 @@ import io
 import json
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -38,22 +39,6 @@ def item(
     return CaptionedImage(str(folder / name), captions, split)
 
 
-def test_json_lines(tmp_path):
-    file = lines(
-        tmp_path / "captions.jsonl",
-        {"image": NAMES[0], "split": "dev", "captions": ["one", " two \n"]},
-        "",
-        {"image": NAMES[1], "caption": "three", "image_id": 7},
-        {"image": NAMES[0], "split": "dev", "caption": "four"},
-    )
-    expected = [
-        item(tmp_path, NAMES[0], "one", "two", "four", split="dev"),
-        item(tmp_path, NAMES[1], "three"),
-    ]
-    assert read_captions(file) == expected
-    assert read_captions(file, split="dev") == expected[:1]
-
-
 def test_images_may_lie_elsewhere(tmp_path, monkeypatch):
     (tmp_path / "photos").mkdir()
     file = lines(
@@ -70,85 +55,6 @@ def test_images_may_lie_elsewhere(tmp_path, monkeypatch):
         "/nowhere/x/a.jpg",
         "/abs/b.jpg",
     ]
-
-
-def test_karpathys_files(tmp_path):
-    images = [
-        {
-            "filename": NAMES[0],
-            "imgid": 0,
-            "split": "train",
-            "sentences": [{"raw": "one"}, {"raw": "two"}],
-        },
-        {
-            "filename": "d.jpg",
-            "filepath": "val2014",
-            "cocoid": 42,
-            "split": "restval",
-            "sentences": [{"raw": "three"}],
-        },
-        {
-            "filename": "e.jpg",
-            "imgid": 2,
-            "split": "test",
-            "sentences": [{"raw": "four", "tokens": ["four"]}],
-        },
-    ]
-    file = tmp_path / "dataset_coco.json"
-    file.write_text(json.dumps({"images": images, "dataset": "coco"}))
-    everything = read_captions(file)
-    assert everything == [
-        item(tmp_path, NAMES[0], "one", "two", split="train"),
-        item(tmp_path, "val2014/d.jpg", "three", split="restval"),
-        item(tmp_path, "e.jpg", "four", split="test"),
-    ]
-    assert read_captions(file, split="train") == everything[:2], (
-        "Karpathy's restval is trained on"
-    )
-    assert read_captions(file, split="test") == everything[2:]
-
-
-def test_cocos_caption_files(tmp_path):
-    file = tmp_path / "captions_val2017.json"
-    content = {
-        "images": [{"id": 9, "file_name": NAMES[0]}, {"id": 5, "file_name": "b.jpg"}],
-        "annotations": [
-            {"id": 1, "image_id": 5, "caption": "a cat\n"},
-            {"id": 2, "image_id": 9, "caption": "a dog"},
-            {"id": 3, "image_id": 5, "caption": "cats"},
-        ],
-    }
-    file.write_text(json.dumps(content))
-    assert read_captions(file) == [
-        item(tmp_path, NAMES[0], "a dog"),
-        item(tmp_path, "b.jpg", "a cat", "cats"),
-    ]
-    with pytest.raises(UsageError, match="names no splits"):
-        read_captions(file, split="val")
-    content["annotations"].append({"id": 4, "image_id": 77, "caption": "who?"})
-    file.write_text(json.dumps(content))
-    with pytest.raises(UsageError, match="77"):
-        read_captions(file)
-
-
-@pytest.mark.parametrize("captions", [["one", "two"], "one"])
-def test_parquet(tmp_path, captions):
-    key = "captions" if isinstance(captions, list) else "caption"
-    table = pa.table(
-        {
-            "file_name": [*NAMES[:2]],
-            key: [captions] * 2,
-            "split": ["dev", None],
-            "noise": [1, 2],
-        }
-    )
-    pq.write_table(table, tmp_path / "c.parquet")
-    texts = captions if isinstance(captions, list) else [captions]
-    expected = [
-        item(tmp_path, NAMES[0], *texts, split="dev"),
-        item(tmp_path, NAMES[1], *texts),
-    ]
-    assert read_captions(tmp_path / "c.parquet") == expected
 
 
 def tar(path: Path, members: dict[str, bytes]) -> Path:
@@ -272,27 +178,6 @@ def test_a_malformed_json_file(tmp_path, content, words):
         read_captions(tmp_path / "c.json")
 
 
-@pytest.mark.parametrize(("suffix", "delimiter"), [(".csv", ","), (".tsv", "\t")])
-def test_tables_of_text_have_the_columns_of_the_lists_that_build_reads(
-    tmp_path, suffix, delimiter
-):
-    file = tmp_path / f"list{suffix}"
-    rows = [
-        ("path", "caption", "split"),
-        (NAMES[0], "one", "dev"),
-        (NAMES[1], "two", ""),
-        (NAMES[0], "three", "dev"),
-        ("https://example.org/d.jpg", "four", ""),
-    ]
-    file.write_text("".join(delimiter.join(row) + "\n" for row in rows), "utf-8-sig")
-    first, second, third = read_captions(file)
-    assert first == item(tmp_path, NAMES[0], "one", "three", split="dev")
-    assert (second.captions, third.path) == (("two",), "https://example.org/d.jpg")
-    file.write_bytes(b"path,caption\na,\xff\n".replace(b",", delimiter.encode()))
-    with pytest.raises(UsageError, match=r"line 2: .* not UTF-8"):
-        read_captions(file)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -319,24 +204,140 @@ def test_columns_of_a_parquet_file_are_named(tmp_path):
         read_captions(tmp_path / "c.parquet")
 
 
-def test_a_table_may_have_columns_without_a_name_and_lists_in_json(tmp_path):
-    file = tmp_path / "c.csv"
-    file.write_text('image,captions,,\n1.jpg,"[""x"", ""y""]",,\n2.jpg,z,,,\n')
-    assert [each.captions for each in read_captions(file)] == [("x", "y"), ("z",)]
+COCO = [{"id": 9, "file_name": NAMES[0]}, {"id": 5, "file_name": "b.jpg"}]
+TEXT_IDS = [{**each, "id": str(each["id"])} for each in COCO]
+NOTES = [
+    {"image_id": image_id, "caption": text}
+    for image_id, text in ((5, "a cat\n"), (9, "a dog"), (5, "cats"))
+]
+OF_COCO = [(NAMES[0], None, "a dog"), ("b.jpg", None, "a cat", "cats")]
+KARPATHY = [
+    {"filename": NAMES[0], "split": "train", "sentences": [{"raw": "one"}]},
+    {
+        "filename": "d.jpg",
+        "filepath": "val2014",
+        "cocoid": 42,
+        "split": "restval",
+        "sentences": [{"raw": "two", "tokens": ["two"]}, {"raw": "three"}],
+    },
+    {"filename": "e.jpg", "imgid": 2, "split": "test", "sentences": []},
+]
+OF_KARPATHY = [
+    (NAMES[0], "train", "one"),
+    ("val2014/d.jpg", "restval", "two", "three"),
+]
+LINES = [
+    {"image": NAMES[0], "split": "dev", "captions": ["one", " two \n"]},
+    {"image": NAMES[1], "caption": "three", "image_id": 7},
+    {"image": NAMES[0], "split": "dev", "caption": "four"},
+]
+PARQUET = [
+    {"file_name": NAMES[0], "captions": ["one", "two", "four"], "split": "dev"},
+    {"file_name": NAMES[1], "captions": ["three"], "split": None},
+]
+OF_LINES = [(NAMES[0], "dev", "one", "two", "four"), (NAMES[1], None, "three")]
+TABLE = "path,caption,split\na,one,dev\nb,two,\na,three,dev\nhttps://x/d.jpg,four,\n"
+OF_TABLE = [("a", "dev", "one", "three"), ("b", None, "two")]
+OF_TABLE.append(("https://x/d.jpg", None, "four"))
+
+
+def coco(images: list[Any], notes: list[Any]) -> dict[str, Any]:
+    return {"images": images, "annotations": notes}
+
+
+# (name and content of a file, (image, split, captions) of each item, captions missing)
+FILES = [
+    ("l.jsonl", LINES, OF_LINES, 0),
+    ("l.json", LINES, OF_LINES, 0),
+    ("l.parquet", PARQUET, OF_LINES, 0),
+    ("l.parquet", [{"path": "a", "caption": "one"}], [("a", None, "one")], 0),
+    ("k.json", {"images": KARPATHY}, OF_KARPATHY, 1),
+    ("c.json", coco(COCO, NOTES), OF_COCO, 0),
+    (
+        "c.json",
+        coco([{**each, "id": str(each["id"])} for each in COCO], NOTES),
+        OF_COCO,
+        0,
+    ),
+    ("c.json", coco(COCO, NOTES[:1]), [("b.jpg", None, "a cat")], 1),
+    ("c.json", coco(COCO, [*NOTES, {"image_id": "9", "caption": None}]), OF_COCO, 1),
+    ("c.json", coco(COCO, [*NOTES, {"image_id": 9, "caption": " "}]), OF_COCO, 1),
+    ("t.csv", TABLE, OF_TABLE, 0),
+    ("t.tsv", TABLE.replace(",", "\t"), OF_TABLE, 0),
+    (
+        "t.csv",
+        'image,captions,,\n1.jpg,"[""x"", ""y""]",,\n2.jpg,z,,,\n',
+        [("1.jpg", None, "x", "y"), ("2.jpg", None, "z")],
+        0,
+    ),
+]
+# captions in the columns of an image
+RECORDS = [
+    ({"caption": ["x", "y"]}, ["x", "y"]),
+    ({"captions": ["x"], "caption": "y"}, ["x"]),
+    ({"captions": ["x"], "caption": 5}, ["x"]),
+    ({"captions": "[Photo] a dog"}, ["[Photo] a dog"]),
+    ({"captions": '["a dog", "a cat"]'}, ["a dog", "a cat"]),
+    ({"caption": float("nan"), "text": "a"}, ["a"]),
+    ({"captions": ["b", float("nan")]}, ["b"]),
+]
+FILES += [
+    ("r.jsonl", [{"image": "a", **each}], [("a", None, *captions)], 0)
+    for each, captions in RECORDS
+]
+FILES[-1] = (*FILES[-1][:3], 1)
+FILES += [
+    (f"m{suffix}", [{"image": "b", **each}, LINES[1]], OF_LINES[1:], 1)
+    for each in ({}, {"captions": None}, {"captions": []}, {"text": float("nan")})
+    for suffix in (".json", ".jsonl")
+]
+
+
+@pytest.mark.parametrize(("name", "content", "expected", "missing"), FILES)
+def test_a_file_gives_captions(tmp_path, name, content, expected, missing):
+    path = tmp_path / name
+    if name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(content), path)
+    elif name.endswith(".jsonl"):
+        lines(path, *content)
+    elif isinstance(content, str):
+        path.write_text(content, "utf-8-sig")
+    else:
+        path.write_text(json.dumps(content))
+    items, blank = read_counted(path)
+    assert [
+        (each.path.removeprefix(f"{tmp_path}/"), each.split, *each.captions)
+        for each in items
+    ] == expected
+    assert blank == missing
+    if expected == OF_KARPATHY:
+        # Karpathy's restval is trained on.
+        assert read_counted(path, split="train")[0] == items
+    if expected == OF_LINES:
+        assert read_captions(path, split="dev") == items[:1]
 
 
 @pytest.mark.parametrize(
-    ("record", "captions"),
+    ("images", "notes", "words"),
     [
-        ({"caption": ["x", "y"]}, ("x", "y")),
-        ({"captions": ["x"], "caption": "y"}, ("x",)),
-        ({"captions": ["x"], "caption": ["x"]}, ("x",)),
-        ({"captions": ["x"], "caption": 5}, ("x",)),
-        ({"captions": "[Photo] a dog"}, ("[Photo] a dog",)),
-        ({"captions": '["a dog", "a cat"]'}, ("a dog", "a cat")),
+        ([*COCO, {"id": 5, "file_name": "c.jpg"}], NOTES, "same id 5"),
+        ([*COCO, {"id": "5", "file_name": "c.jpg"}], NOTES, "same id 5"),
+        (COCO, [{"image_id": "77", "caption": "x"}], "image_id 77"),
+        (COCO, [], "contains no captions"),
     ],
 )
-def test_lists_texts_and_both(tmp_path, record, captions):
-    path = tmp_path / "captions.jsonl"
-    path.write_text(json.dumps({"image": "a.jpg", **record}))
-    assert [item.captions for item in read_captions(path)] == [captions]
+def test_wrong_ids_are_named(tmp_path, images, notes, words):
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(coco(images, notes)))
+    with pytest.raises(UsageError, match=words):
+        read_captions(path)
+
+
+def test_splits_and_texts_that_are_not_there(tmp_path):
+    path = tmp_path / "c.csv"
+    path.write_text("path,caption\na,x\n")
+    with pytest.raises(UsageError, match="names no splits"):
+        read_captions(path, split="val")
+    path.write_bytes(b"path,caption\na,\xff\n")
+    with pytest.raises(UsageError, match=r"line 2: .* not UTF-8"):
+        read_captions(path)
