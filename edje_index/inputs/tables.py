@@ -370,10 +370,12 @@ class Table:
                     count(self.suffix)
                     return
                 names = value_columns(parquet.schema_arrow, self.column, count)
-                rows = (
-                    self._rows_with_images(parquet, self.column, names)
-                    if self.has_bytes
-                    else parquet_rows(parquet, [*names, self.column], _ROWS)
+                leaves = [self.column]
+                at_once = _ROWS
+                if self.has_bytes:
+                    leaves, at_once = _leaves_to_list(parquet, self.column)
+                rows = parquet_rows(
+                    parquet, [*names, self.column], at_once, [*names, *leaves]
                 )
                 for number, fields in enumerate(rows, 1):
                     values = dict(zip(names, fields, strict=False))
@@ -395,33 +397,25 @@ class Table:
                 parameter="sources",
             ) from error
 
-    def _rows_with_images(
-        self, parquet: Any, column: str, names: list[str]
-    ) -> Iterator[tuple[Any, ...]]:
-        """Yield the values of the columns `names` and of `column` for each row. The
-        bytes of an image are read only if the column may contain nulls, according to
-        the statistics in the file. Otherwise b"" replaces them.
-        """
-        leaf = image_leaf(parquet.schema_arrow, column)
-        assert leaf is not None
-        paths = [parquet.schema.column(at).path for at in range(len(parquet.schema))]
-        position = paths.index(leaf)
-        groups = map(parquet.metadata.row_group, range(parquet.metadata.num_row_groups))
-        statistics = (group.column(position).statistics for group in groups)
-        has_nulls = any(
-            each is None or not each.has_null_count or each.null_count
-            for each in statistics
-        )
-        leaves: list[str] = [leaf] if has_nulls else []
-        if f"{column}.path" in paths:
-            leaves = [*leaves, f"{column}.path"]
-        if not names and not leaves:
-            yield from itertools.repeat((b"",), parquet.metadata.num_rows)
-            return
-        read: list[str] = [*names, column] if leaves else names
-        rows = _ROWS_WITH_IMAGES if has_nulls else _ROWS
-        for fields in parquet_rows(parquet, read, rows, [*names, *leaves]):
-            yield fields if leaves else (*fields, b"")
+
+def _leaves_to_list(parquet: Any, column: str) -> tuple[list[str], int]:
+    """Return the paths of the Parquet columns to read for a list of the images in
+    `column`, and the number of rows to read at once. The bytes of images are read only
+    if the column may contain nulls, according to the statistics in the file.
+    """
+    leaf = image_leaf(parquet.schema_arrow, column)
+    paths = [parquet.schema.column(at).path for at in range(len(parquet.schema))]
+    groups = map(parquet.metadata.row_group, range(parquet.metadata.num_row_groups))
+    statistics = (group.column(paths.index(leaf)).statistics for group in groups)
+    needed = [f"{column}.path"]
+    rows = _ROWS
+    if any(
+        each is None or not each.has_null_count or each.null_count
+        for each in statistics
+    ):
+        needed.append(str(leaf))
+        rows = _ROWS_WITH_IMAGES
+    return [path for path in paths if path in needed], rows
 
 
 def _checked(value: Any, problem: str = "") -> tuple[Json, str]:
@@ -689,14 +683,19 @@ def parquet_rows(
         file: open Parquet file.
         names: names of the columns, in the order in which the values are yielded.
         rows: number of rows to read at once.
-        leaves: paths of the Parquet columns to read, if only parts of structs are
-            needed. None reads `names` completely.
+        leaves: paths of the Parquet columns to read, if only parts of them are needed.
+            The value of a column that is not read is b"". None reads `names`
+            completely.
     """
     features = _features_of(file.schema_arrow)
     for batch in iter_batches(file, rows, names if leaves is None else leaves):
         values: list[list[Any]] = []
         for name in names:
-            column = batch.column(batch.schema.get_all_field_indices(name)[0])
+            positions = batch.schema.get_all_field_indices(name)
+            if not positions:
+                values.append([b""] * len(batch))
+                continue
+            column = batch.column(positions[0])
             if pa.types.is_timestamp(column.type):
                 column = column.cast(pa.timestamp("us", column.type.tz), safe=False)
             try:
