@@ -347,17 +347,15 @@ def open_source(
             f"{spec} is neither a directory nor a regular file; give {ACCEPTED}"
         )
     try:
-        suffix = os.path.splitext(file_name(spec))[1].lower()
+        name = file_name(spec)
         head = b"" if is_url(spec) else read_head(os.fsencode(spec))
-        if suffix in TABLE_SUFFIXES:
+        if os.path.splitext(name)[1].lower() in TABLE_SUFFIXES:
             return _open_table(spec, column)
-        if container_kind(file_name(spec)) is not None:
+        if container_kind(name) is not None:
             return TreeSource(spec, clips=clips)
-        is_image = has_input_suffix(os.fsencode(file_name(spec)), clips) or is_input(
-            head, clips
-        )
+        is_image = has_input_suffix(os.fsencode(name), clips) or is_input(head, clips)
         # A URL with a query or a fragment names one file, and no directory.
-        if is_image or (is_url(spec) and file_name(spec) != spec):
+        if is_image or name != spec:
             return TreeSource(spec)
         if is_url(spec):
             listing = list_remote_folder(spec)
@@ -373,12 +371,7 @@ def open_source(
     except (OSError, ValueError, EOFError, pa.ArrowException) as error:
         if isinstance(error, FileNotFoundError) and not is_url(spec):
             raise SourceError(f"{spec} does not exist; check the path") from error
-        advice = (
-            "the URL and the credentials"
-            if is_url(spec)
-            else "the file, its permissions and its format"
-        )
-        raise unreadable(spec, error, advice) from error
+        raise unreadable(spec, error) from error
     if is_input(head, clips=True):
         raise SourceError(
             f"{spec} is a video; set the number of frames per clip to index videos"
@@ -427,8 +420,7 @@ def _matches(pattern: str) -> list[str]:
         try:
             files, _ = list_remote_folder(parent) or ({}, [])
         except (OSError, ValueError) as error:
-            advice = "the URL and the credentials"
-            raise unreadable(pattern, error, advice) from error
+            raise unreadable(pattern, error) from error
         names = [f"{parent}/{name}" for name in fnmatch.filter(files, last)]
     if not names:
         raise SourceError(f"no file matches {pattern}; check the pattern")

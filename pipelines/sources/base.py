@@ -197,19 +197,16 @@ class SourceError(UsageError):
         super().__init__(message, parameter="sources")
 
 
-def unreadable(
-    what: str,
-    error: Exception,
-    advice: str,
-) -> SourceError:
-    """Return the error to raise for a source `what` that cannot be read because of
-    `error`. `advice` names what the user can check.
-    """
+def unreadable(spec: str, error: Exception) -> SourceError:
+    """Return the error to raise for a source that cannot be read because of `error`."""
     reason = getattr(error, "strerror", None) or error
     # The message of an object store says itself what to do.
     if isinstance(error.__cause__, ObjectStoreError):
-        return SourceError(f"cannot read {what}: {reason}")
-    return SourceError(f"cannot read {what}: {reason}; check {advice}")
+        return SourceError(f"cannot read {spec}: {reason}")
+    advice = "the file, its permissions and its format"
+    if is_url(spec):
+        advice = "the URL and the credentials"
+    return SourceError(f"cannot read {spec}: {reason}; check {advice}")
 
 
 def absolute_path(spec: str) -> bytes:
@@ -410,7 +407,7 @@ def lost_file(source: Source, error: Exception) -> InputRef:
     )
     problem = "damaged-archive" if is_damage else problem_of(error)
     if is_url(source.path) and problem in ("missing", "unreadable"):
-        raise unreadable(source.spec, error, "the URL") from error
+        raise unreadable(source.spec, error) from error
     return InputRef(display_path(source.path), source.path, problem=problem)
 
 
