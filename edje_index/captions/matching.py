@@ -23,7 +23,7 @@ from storage_formats.format.source_columns import caption_columns
 
 NOT_IN_INDEX = "not-in-index"
 DELETED = "deleted"
-_COLUMNS = ("row_id", "uri", "uri_raw", "status", "reason", "duplicate_of")
+_COLUMNS = ("row_id", "uri", "status", "reason", "duplicate_of")
 
 
 def stored_captions(
@@ -87,16 +87,19 @@ def match_items(
     is_deleted = np.isin(table["row_id"].to_numpy(), index.deleted.row_ids)
     is_indexed = pc.equal(table["status"], INDEXED).to_numpy() & ~is_deleted
     # Indexed rows come first, and deleted rows last.
-    order = np.argsort(1 - is_indexed + is_deleted, kind="stable")
+    rank = 1 - is_indexed + is_deleted
     table = table.append_column("is_indexed", [is_indexed])
-    table = table.append_column("is_deleted", [is_deleted]).take(order)
-    keys = _keys(table)
-    names = [os.fsencode(item.path) for item in items]
+    table = table.append_column("is_deleted", [is_deleted])
+    table = pa.concat_tables(
+        [table.filter(pa.array(rank == each)) for each in range(3)]
+    )
+    keys = table["uri"]
+    names = [display_path(os.fsencode(item.path)) for item in items]
     positions = _positions(keys, names)
     if len(unmatched := np.flatnonzero(positions < 0)):
         real_folder = functools.lru_cache(maxsize=1 << 14)(os.path.realpath)
 
-        def resolved(name: bytes) -> bytes:
+        def resolved(name: str) -> str:
             """Return `name` with the symbolic links in its folders resolved, and in the
             Unicode form NFC.
 
@@ -106,16 +109,16 @@ def match_items(
             characters.
             """
             folder, base = os.path.split(name)
-            path = os.fsdecode(os.path.join(real_folder(folder), base))
-            return os.fsencode(unicodedata.normalize("NFC", path))
+            path = os.path.join(real_folder(folder), base)
+            return display_path(os.fsencode(unicodedata.normalize("NFC", path)))
 
         # One chunk is converted at a time, because names as Python objects take several
         # times the memory of an Arrow array.
         chunks = [
-            pa.array(map(resolved, chunk.to_pylist()), pa.binary())
+            pa.array(map(resolved, chunk.to_pylist()), pa.string())
             for chunk in keys.chunks
         ]
-        resolved_keys = pa.chunked_array(chunks, pa.binary())
+        resolved_keys = pa.chunked_array(chunks, pa.string())
         others = [resolved(names[at]) for at in unmatched.tolist()]
         positions[unmatched] = _positions(resolved_keys, others)
     # The tokens of a duplicate are in the row of its original.
@@ -139,33 +142,17 @@ def match_items(
         )
         raise UsageError(
             f"none of the {len(items):,} captioned images is in the index {index.root}"
-            f" ({counts}): the captions name, for example,"
-            f" {display_path(os.fsencode(items[0].path))}, but the first image of the"
-            f" index is {table['uri'][0].as_py()}; give the right base directory of the"
-            " image paths"
+            f" ({counts}): the captions name, for example, {names[0]}, but the first"
+            f" image of the index is {table['uri'][0].as_py()}; give the right base"
+            " directory of the image paths"
         )
     return rows, dict(sorted(missing.items()))
 
 
-def _keys(table: pa.Table) -> pa.ChunkedArray:
-    """Return the name by which each row is looked up, as bytes."""
-    # The `uri_raw` of an archive member is the path of the archive, which is the same
-    # for all members. A member is therefore looked up by its uri.
-    is_member = pc.match_substring(table["uri"], "!")
-    raw = pc.if_else(is_member, None, table["uri_raw"])
-    return pc.coalesce(raw, table["uri"].cast(pa.binary()))
-
-
-def _positions(keys: pa.ChunkedArray, names: list[bytes]) -> Ints:
+def _positions(keys: pa.ChunkedArray, names: list[str]) -> Ints:
     """Return the first position of each name in `keys`, int64 [n]; -1 for a name that
     is not there.
     """
-    # For a name that is not UTF-8, the rows table may have only the text that
-    # `display_path` returns.
-    texts = [display_path(name).encode() for name in names]
-    matches = [
-        pc.index_in(pa.array(each, pa.binary()), value_set=keys)
-        for each in (names, texts)
-    ]
-    positions: Ints = np.array(pc.fill_null(pc.coalesce(*matches), -1), dtype=np.int64)
+    matches = pc.index_in(pa.array(names, pa.string()), value_set=keys)
+    positions: Ints = np.array(pc.fill_null(matches, -1), dtype=np.int64)
     return positions
