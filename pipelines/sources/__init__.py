@@ -96,15 +96,12 @@ def open_sources(
         UsageError: a source does not exist, is of an unknown kind, or overlaps another
             source. Also raised if `column` is given but no source is a table.
     """
-    names: list[str] = []
-    for spec in specs:
-        is_pattern = spec != STANDARD_INPUT and not os.path.exists(spec)
-        names += (
-            [name for pattern in expand_braces(spec) for name in _matches(pattern)]
-            if is_pattern
-            else [spec]
-        )
-    sources = [open_source(name, column, clips=clips) for name in names]
+    sources = [
+        open_source(name, column, clips=clips)
+        for spec in specs
+        for pattern in ([spec] if os.path.exists(spec) else expand_braces(spec))
+        for name in _matches(pattern)
+    ]
     for source in sources:
         source.patterns = patterns or source.patterns
     has_columns = any(
@@ -475,16 +472,16 @@ def _contained(sources: Sequence[Source]) -> Iterator[tuple[Source, Source]]:
     # only once.
     names_in = functools.cache(lambda folder: os.listdir(os.fsencode(folder)))
     for path, source in source_of_path.items():
-        parents = [os.path.dirname(path)]
-        while parents[-1] != os.path.dirname(parents[-1]):
-            parents.append(os.path.dirname(parents[-1]))
-        outer = next((folders[each] for each in parents if each in folders), None)
+        parent = os.path.dirname(path)
+        while parent not in folders and parent != os.path.dirname(parent):
+            parent = os.path.dirname(parent)
+        outer = folders.get(parent)
         # A directory source reads an archive or a Parquet file only if there are no
         # images or clips beside it, and no list.
         is_part = isinstance(source, TreeSource)
         if outer is not None and _is_packed(source):
             is_part = not is_url(path) and not holds_inputs(
-                names_in(parents[0]), source.clips
+                names_in(os.path.dirname(path)), source.clips
             )
         if outer is not None and is_part:
             yield source, outer
