@@ -32,7 +32,6 @@ from storage_formats.atomic import (
     make_directories,
 )
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
-from storage_formats.format.index_files import read_index_file
 from storage_formats.format.journal import (
     Journal,
     how_to_discard,
@@ -40,10 +39,7 @@ from storage_formats.format.journal import (
     read_journal,
     unfinished_journal,
 )
-from storage_formats.format.layout import (
-    IndexSpec,
-    Layout,
-)
+from storage_formats.format.layout import ROOT, IndexSpec, Layout
 from storage_formats.format.manifest import (
     CommittedIndex,
     Manifest,
@@ -52,7 +48,6 @@ from storage_formats.format.manifest import (
 )
 from storage_formats.format.places import Directory, Place, open_place
 from storage_formats.format.receipts import ShardReceipt, read_receipts
-from storage_formats.format.remote import ROOT, is_changing, open_index
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.garbage import remove_what_is_not_kept
 from storage_formats.remote.urls import IndexLocation
@@ -309,8 +304,7 @@ class IndexChange(Change):
         """
         current = self.index.manifest
         number = current.snapshot.number
-        kept = self.layout.names(self.layout.snapshots)
-        numbers = [*earlier_snapshots(kept, current), number]
+        numbers = [*earlier_snapshots(self.layout, current), number]
         if len(numbers) >= MOST_SNAPSHOTS:
             # Keep LEAST_SNAPSHOTS - 1 earlier snapshots, and the new one.
             numbers = numbers[1 - LEAST_SNAPSHOTS :]
@@ -357,7 +351,8 @@ class IndexChange(Change):
         self._begin_commit()
         is_new = manifest.snapshot.number > current.snapshot.number
         if is_new:
-            data = read_index_file(layout.root, layout.manifest)
+            data = layout.read(layout.manifest)
+            assert data is not None
             layout.write(layout.snapshot(current.snapshot.number), data)
         manifest.write(layout)
         # an erasure has created this directory
@@ -444,16 +439,16 @@ def begin_change(
         OSError: the index cannot be written. `index.json` is unchanged.
     """
     if dry_run:
-        index = open_index(root)
-        change = IndexChange(Directory(index.root), index, kind, request, is_dry=True)
-        with change._running(unfinished_journal(index.root)):
+        index = CommittedIndex.open(root)
+        change = IndexChange(index.place, index, kind, request, is_dry=True)
+        with change._running(unfinished_journal(index.place)):
             yield change
         return
     # If there is no index, no claim is made, because that would create the directory.
-    open_index(root)
+    CommittedIndex.open(root)
     with open_place(root) as place, place.claimed():
         earlier = _recover(place)
-        change = IndexChange(place, open_at(place), kind, request)
+        change = IndexChange(place, CommittedIndex.at(place), kind, request)
         with change._running(earlier):
             yield change
 
@@ -485,7 +480,7 @@ def begin_new_index(
         check_free(layout)
         if dry_run:
             change = NewIndex(layout, kind, request, is_dry=True)
-            stack.enter_context(change._running(unfinished_journal(layout.root)))
+            stack.enter_context(change._running(unfinished_journal(layout)))
             yield change
             return
         stack.enter_context(layout.claimed())
@@ -519,7 +514,7 @@ def collect_garbage(
     Raises:
         UsageError, EdjeError, OSError: see `begin_change`.
     """
-    open_index(root)
+    CommittedIndex.open(root)
     with open_place(root) as layout, layout.claimed():
         try:
             earlier = _recover(layout)
@@ -528,7 +523,7 @@ def collect_garbage(
             # A change with a damaged journal cannot be resumed. This stand-in for the
             # journal makes `_discard` remove the files of the change.
             earlier = Journal("unknown", {}, manifest_digest(layout), plan={})
-        change = IndexChange(layout, open_at(layout), "gc", None)
+        change = IndexChange(layout, CommittedIndex.at(layout), "gc", None)
         if earlier is not None:
             _discard(change, earlier, notify)
         # Only earlier formats have these files. An upgrade that was killed leaves them.
@@ -538,7 +533,7 @@ def collect_garbage(
         layout.remove([layout.root / "verified.bin"])
         remove_build(layout)
         current = change.index.manifest
-        numbers = earlier_snapshots(layout.names(layout.snapshots), current)
+        numbers = earlier_snapshots(layout, current)
         # `keep` also counts the current snapshot, which is always kept and is not in
         # `numbers`. So there are `len(numbers) + 1` snapshots.
         removed = [] if keep is None else numbers[: max(0, len(numbers) + 1 - keep)]
@@ -584,7 +579,7 @@ def finish_committed(root: str | Path) -> None:
     layout = Directory(Path(root).absolute())
     # A reader may lack the permission to write, so errors are ignored.
     with contextlib.suppress(OSError, EdjeError):
-        if layout.journal.exists() and unfinished_journal(root) is None:
+        if layout.journal.exists() and unfinished_journal(layout) is None:
             with layout.claimed():
                 _recover(layout)
 
@@ -594,7 +589,7 @@ def _recover(layout: Place) -> Journal | None:
     was stopped before its commit, return its journal. If no change is unfinished,
     return None.
     """
-    journal = read_journal(layout.root)
+    journal = read_journal(layout)
     # `base` is the digest of the current `index.json` until the change is committed.
     if journal is None or journal.base == manifest_digest(layout):
         return journal
@@ -604,7 +599,7 @@ def _recover(layout: Place) -> Journal | None:
     layout.move_erased()
     # Files are removed first, because the disk may be full.
     _remove_garbage(layout, shards=True)
-    write_array_shapes(layout, Manifest.load(layout.root).spec)
+    write_array_shapes(layout, CommittedIndex.at(layout).spec)
     remove_build(layout)
     return None
 
@@ -638,7 +633,7 @@ def check_free(layout: Place) -> None:
     root = layout.root
     if layout.remote is not None:
         files, folders = layout.remote.list_folder("")
-        is_index = ROOT in files or is_changing(layout.remote)
+        is_index = ROOT in files or layout.is_changing()
         if (files or folders) and not is_index:
             raise UsageError(
                 f"{layout.location} has other objects; choose another URL",
@@ -728,11 +723,3 @@ def remove_build(layout: Place) -> None:
         # directories that were empty
         shutil.rmtree(layout.build / name, ignore_errors=True)
     layout.remove([layout.journal])
-
-
-def open_at(place: Place, snapshot: int | None = None) -> CommittedIndex:
-    """Open the index at `place`, see `CommittedIndex.open`."""
-    if snapshot is not None:
-        place.get(place.snapshot(snapshot))
-    index = CommittedIndex.open(place.root, snapshot)
-    return replace(index, remote=place.remote)

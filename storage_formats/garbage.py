@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from storage_formats.format.manifest import (
     CommittedIndex,
     kept_snapshots,
@@ -32,7 +30,7 @@ def remove_what_is_not_kept(
             damaged, or a later version of the package wrote it, so the files that it
             names are not known.
     """
-    index = replace(CommittedIndex.open(layout.root), remote=layout.remote)
+    index = CommittedIndex.at(layout)
     manifests = kept_snapshots(index)
     oldest = index.manifest.snapshot.oldest or 0
     dropped_manifests = [

@@ -17,8 +17,7 @@ from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import padded_shard_bytes
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.offset import open_codec
-from storage_formats.format.remote import open_index, reopen_index
+from storage_formats.format.offset import stored_codec
 from storage_formats.format.tombstones import (
     RowIds,
     Tombstones,
@@ -115,7 +114,7 @@ class TokenStore:
             >>> len(store), store.block_shape, store.precision
             (6, (4, 16), 'bf16')
         """
-        return cls(open_index(root, snapshot), precision, engine)
+        return cls(CommittedIndex.open(root, snapshot), precision, engine)
 
     def refresh(self) -> int:
         """Switch the store to the current snapshot of the index, and return the number
@@ -142,7 +141,7 @@ class TokenStore:
         # Without the lock, a slow call could replace a newer snapshot, which a faster
         # call has set meanwhile, with an older one.
         with self._refreshing:
-            index = reopen_index(self._view.index)
+            index = self._view.index.reopen()
             self._view = self._view_of(index)
             return index.manifest.snapshot.number
 
@@ -415,7 +414,7 @@ class TokenStore:
                 f" {held}",
                 remedy="precision",
             )
-        token_codec = open_codec(index, self.precision)
+        token_codec = stored_codec(index.place, spec, self.precision)
         size = token_codec.record_bytes
         tokens = TokenFiles(index, token_codec)
         checksums = BlockChecksums(tokens)

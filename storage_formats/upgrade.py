@@ -122,7 +122,7 @@ def _end_change(layout: Directory, say: Callable[[str], None]) -> None:
     which an earlier version of the package began.
     """
     try:
-        journal = read_journal(layout.root)
+        journal = read_journal(layout)
         if journal is not None and journal.base != manifest_digest(layout):
             # The former files may be replaced only after `index.json` is durable.
             fsync_path(layout.root)

@@ -8,7 +8,6 @@ import functools
 import itertools
 import json
 import re
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,25 +16,17 @@ from storage_formats.cache import cache_directory
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.committed_files import iter_shard_files
 from storage_formats.format.file_check import FileEntry, Problem, check_file
-from storage_formats.format.index_files import read_index_file
-from storage_formats.format.layout import is_data_file
+from storage_formats.format.layout import ROOT
 from storage_formats.format.manifest import (
-    MAX_MANIFEST_BYTES,
     CommittedIndex,
     Counts,
     kept_snapshots,
     named_files,
 )
-from storage_formats.format.remote import (
-    ROOT,
-    absent,
-    is_changing,
-    read_root,
-)
+from storage_formats.format.places import open_place
 from storage_formats.format.rows import iter_row_groups, read_index_rows
 from storage_formats.format.zarr_metadata import zarr_documents
-from storage_formats.remote.objects import ObjectFolder
-from storage_formats.remote.urls import STORE_SCHEMES, IndexLocation, is_url
+from storage_formats.remote.urls import IndexLocation, is_url
 from storage_formats.shard_check import check_shard, shard_paths
 from storage_formats.threads import ordered_map
 from storage_formats.writing.publish import add_counts
@@ -116,43 +107,24 @@ def _opened(location: IndexLocation) -> Iterator[CommittedIndex]:
     if not is_url(location):
         yield CommittedIndex.open(location)
         return
-    folder = ObjectFolder.open(str(location))
-    if folder.scheme not in STORE_SCHEMES:
-        raise UsageError(
-            f"{folder.url} cannot be checked, because a web server does not list files;"
-            " copy the index to a directory, which checks every file, or give a URL"
-            " that begins with s3://, gs:// or az://"
-        )
-    _, manifest = read_root(folder)
-    if manifest is None:
-        raise absent(folder)
-    parent = cache_directory()
     try:
-        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(
-            prefix="verify-", dir=parent, ignore_cleanup_errors=True
-        ) as directory:
-            yield CommittedIndex(Path(directory).resolve(), manifest, folder)
+        with open_place(location) as place:
+            yield CommittedIndex.at(place)
     except OSError as error:
         # An OSError here comes from the local disk: unreadable files of the index are
         # returned as problems, and errors of the object store are not OSErrors.
         raise UsageError(
-            f"cannot write to {parent}: {error.strerror}; free some space, or set"
-            " EDJE_CACHE to another directory"
+            f"cannot write to {cache_directory()}: {error.strerror}; free some space,"
+            " or set EDJE_CACHE to another directory"
         ) from error
 
 
-def _version(index: CommittedIndex) -> tuple[bytes, list[str]]:
+def _version(index: CommittedIndex) -> tuple[bytes | None, list[Path]]:
     """Return the current contents of `index.json` and the names of the manifests of
     earlier snapshots. After a change of the index, the result is different.
     """
-    if index.remote is not None:
-        return index.remote.read(ROOT, MAX_MANIFEST_BYTES).data, sorted(
-            index.remote.list_sizes("snapshots")
-        )
-    layout = index.layout
-    names = sorted(path.name for path in layout.snapshots.glob("*.json"))
-    return read_index_file(index.root, layout.manifest), names
+    place = index.place
+    return place.read(place.manifest), place.names(place.snapshots)
 
 
 def _problems(
@@ -221,16 +193,13 @@ def _check_shard(
 def _check_rows(index: CommittedIndex, position: int) -> Problem | None:
     """Check the rows file at `position` in `rows_files`."""
     entry = index.manifest.rows_files[position].file
-    # A file of an object store is compared while `iter_row_groups` downloads it.
-    if index.remote is None and (problem := check_file(index.root, entry)):
-        return problem
     try:
         for _ in iter_row_groups(index, files=[position]):
             pass
     except CorruptIndexError as error:
         message = f"cannot be read: {error.__cause__ or error}"
         return _check_file(index, entry) or Problem(entry.path, "rows", message)
-    return None
+    return check_file(index.root, entry)
 
 
 @contextlib.contextmanager
@@ -274,16 +243,11 @@ def files_here(
 def _check_metadata(index: CommittedIndex) -> Iterator[Problem]:
     """Compare each `zarr.json` with the document that SPEC.md prescribes."""
     layout = index.layout
-    is_changing = _is_changing(index)
+    is_changing = index.place.is_changing()
     for path, document in zarr_documents(layout, index.spec).items():
         where = layout.relative(path)
         try:
-            if index.remote is None:
-                actual = json.loads(
-                    read_index_file(layout.root, path, max_bytes=_MAX_ZARR_BYTES)
-                )
-            else:
-                actual = json.loads(index.remote.read(where, _MAX_ZARR_BYTES).data)
+            actual = json.loads(index.place.read(path, _MAX_ZARR_BYTES) or b"")
         except (OSError, ValueError, RecursionError) as error:
             yield Problem(where, "zarr-metadata", f"cannot be read: {error}")
             continue
@@ -417,7 +381,8 @@ def _check_earlier_snapshots(index: CommittedIndex) -> Iterator[Problem]:
     yield from filter(None, ordered_map(check, others, _THREADS, 2 * _THREADS))
     # If a change is unfinished, files that no snapshot names may belong to it. They are
     # not reported, because the next change commits or removes them.
-    if _is_changing(index):
+    place = index.place
+    if place.is_changing():
         return
     layout = index.layout
     if index.remote is None:
@@ -434,28 +399,9 @@ def _check_earlier_snapshots(index: CommittedIndex) -> Iterator[Problem]:
                 "missing-file",
                 "cannot be read: it does not exist",
             )
-        paths = (
-            path
-            for folder in layout.data_folders()
-            for path in sorted(folder.rglob("*"))
-            if not path.is_dir()
-        )
-        names = [layout.relative(path) for path in paths]
-    else:
-        names = sorted(filter(is_data_file, index.remote.list_sizes()))
-    for where in names:
+    paths = itertools.chain.from_iterable(map(place.names, layout.data_folders()))
+    for where in map(layout.relative, paths):
         if where not in named and not _LEFT_BEHIND.fullmatch(where):
             yield Problem(
                 where, "stray-file", "does not belong to this index; delete it"
             )
-
-
-def _is_changing(index: CommittedIndex) -> bool:
-    """Return True if the index has an unfinished change, which may have written files
-    already.
-    """
-    return (
-        index.layout.journal.exists()
-        if index.remote is None
-        else is_changing(index.remote)
-    )

@@ -29,7 +29,6 @@ from edje_index.inputs.refs import InputRef, display_path, read_bytes
 from storage_formats.atomic import Json
 from storage_formats.extras import MissingExtraError
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.remote import open_index
 from storage_formats.format.rows import INDEXED, read_index_rows
 from storage_formats.remote.urls import IndexLocation
 
@@ -103,7 +102,7 @@ def read_thumbnails(
         UsageError, IncompleteIndexError, CorruptIndexError: as for
             `storage_formats.format.rows.read_rows`.
     """
-    opened = index if isinstance(index, CommittedIndex) else open_index(index)
+    opened = index if isinstance(index, CommittedIndex) else CommittedIndex.open(index)
     rows = read_index_rows(opened, row_ids, PHOTO_COLUMNS).to_pylist()
     return [
         thumbnail_of(row_id, row, side)

@@ -10,7 +10,7 @@ from storage_formats.arguments import as_number
 from storage_formats.arrays import Floats, Ints
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.remote import open_index
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import INDEXED, read_all_rows
 from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.remote.urls import IndexLocation
@@ -58,7 +58,7 @@ def near_duplicates(index: IndexLocation, similarity: float = 0.95) -> list[list
             f"similarity must be above 0 and at most 1, got {similarity}",
             parameter="similarity",
         )
-    opened = open_index(index)
+    opened = CommittedIndex.open(index)
     table = read_all_rows(opened, ("row_id", "status"))
     is_indexed = np.array(table["status"]) == INDEXED
     rows = np.array(table["row_id"], dtype=np.int64)[is_indexed]

@@ -47,7 +47,6 @@ from storage_formats.codecs import BF16, Blocks
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex, Manifest
-from storage_formats.format.remote import open_index, reopen_index
 from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.remote.urls import IndexLocation
 from storage_formats.token_store import TokenStore
@@ -192,7 +191,7 @@ class TokenIndex:
             ObjectStoreError: the object store refused a request or cannot be reached.
                 Searches raise it too.
         """
-        index = open_index(root, snapshot)
+        index = CommittedIndex.open(root, snapshot)
         bundle = SearchModel(matching_bundle(index, model), device=device, dtype=dtype)
         # This raises an error if the bundle cannot compute the score.
         bundle.weights("t2i", score)
@@ -235,7 +234,7 @@ class TokenIndex:
         Raises:
             UsageError, CorruptIndexError: as for `refresh`.
         """
-        index = reopen_index(self.committed)
+        index = self.committed.reopen()
         if index.manifest == self.manifest:
             return self
         precision = (

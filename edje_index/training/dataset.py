@@ -43,7 +43,6 @@ from storage_formats.atomic import fsync_paths, write_bytes_atomic
 from storage_formats.codecs import finest
 from storage_formats.errors import CorruptIndexError, TaskInterrupted, UsageError
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.remote import open_index
 from storage_formats.format.rows import (
     INDEXED,
     iter_rows,
@@ -182,7 +181,7 @@ def open_same_images(
     """
     if location is None:
         return None
-    index = open_index(location)
+    index = CommittedIndex.open(location)
     table = read_all_rows(index, ["row_id", "status", "content_hash"])
     table = table.filter(pc.equal(table["status"], INDEXED))
     positions = pc.index_in(pa.array(hashes), value_set=table["content_hash"])

@@ -63,13 +63,14 @@ def describe_index(root: Path | str) -> Json:
 
     from edje_index.indexing.faiss_index import rebuild_reasons
     from pipelines.jobs.plan import Plan
+    from storage_formats.format.directory import Directory
     from storage_formats.format.journal import unfinished_journal
     from storage_formats.format.layout import FORMAT_VERSION
-    from storage_formats.format.remote import open_index
+    from storage_formats.format.manifest import CommittedIndex
     from storage_formats.format.rows import ROW_SCHEMA, type_name
 
     value: Json = {"index": str(root), "state": "begun", "unfinished": None}
-    if isinstance(root, Path) and (journal := unfinished_journal(root)):
+    if isinstance(root, Path) and (journal := unfinished_journal(Directory(root))):
         finished = len(list(Layout(root).receipts.glob("*.json")))
         value["unfinished"] = {"kind": journal.kind, "finished_shards": finished}
         if not Layout(root).manifest.exists():
@@ -79,7 +80,7 @@ def describe_index(root: Path | str) -> Json:
                 value |= {"model": plan.model, "plan": plan.fingerprint}
                 value["finished_shards"] = finished
             return value
-    index = open_index(root)
+    index = CommittedIndex.open(root)
     manifest = index.manifest
     counts = manifest.counts
     bytes_by_folder: Counter[str] = Counter()
@@ -142,14 +143,9 @@ def _describe_upkeep(index: CommittedIndex) -> Json:
     deleted = manifest.snapshot.deleted_rows
     if deleted > _DELETED_SHARE * spec.used_rows:
         reasons.append(f"{deleted:,} of {spec.used_rows:,} rows are deleted")
-    paths = (
-        index.layout.snapshots.glob("*")
-        if index.remote is None
-        else map(Path, index.remote.list_sizes("snapshots"))
-    )
     return {
         "history": {
-            "snapshots": 1 + len(earlier_snapshots(paths, manifest)),
+            "snapshots": 1 + len(earlier_snapshots(index.place, manifest)),
             "most": MOST_SNAPSHOTS,
         },
         "compact": reasons,
@@ -216,15 +212,16 @@ def failed_rows(index: IndexLocation) -> Iterator[Json]:
     """Yield the row id, reason, URI and detail of each failed row. If a first build is
     unfinished, these are the failed rows of its finished shards.
     """
+    from storage_formats.format.directory import Directory
     from storage_formats.format.journal import unfinished_journal
-    from storage_formats.format.remote import open_index
+    from storage_formats.format.manifest import CommittedIndex
     from storage_formats.format.rows import FAILED, iter_rows, read_staged_rows
     from storage_formats.remote.urls import is_url
 
-    layout = Layout(Path(index))
+    layout = Directory(Path(index))
     columns = ["row_id", "reason", "uri", "detail", "status"]
-    if is_url(index) or layout.manifest.exists() or unfinished_journal(index) is None:
-        tables = iter_rows(open_index(index), columns)
+    if is_url(index) or layout.manifest.exists() or unfinished_journal(layout) is None:
+        tables = iter_rows(CommittedIndex.open(index), columns)
     else:
         shards = sorted(int(path.stem) for path in layout.receipts.glob("*.json"))
         tables = (read_staged_rows(layout, shard, columns) for shard in shards)

@@ -76,10 +76,14 @@ from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.journal import how_to_discard
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import Counts, Manifest
+from storage_formats.format.manifest import (
+    CommittedIndex,
+    Counts,
+    Manifest,
+    index_exists,
+)
 from storage_formats.format.offset import offset_block
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.format.remote import index_exists, open_index
 from storage_formats.format.rows import FAILED, read_staged_rows
 from storage_formats.format.source_columns import caption_columns
 from storage_formats.remote.urls import (
@@ -518,7 +522,7 @@ def check_finished(
     """
     if not is_url(out):
         finish_committed(out)
-    index = open_index(out)
+    index = CommittedIndex.open(out)
     stored = settings_of(out, index.manifest)
     settings = BuildSettings.choose(stored, **requested)
     refuse_differences(out, index.manifest.model, stored, info, settings)

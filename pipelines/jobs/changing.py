@@ -60,7 +60,7 @@ from storage_formats.format.manifest import (
     Manifest,
 )
 from storage_formats.format.offset import Offset, copy_offset, write_offset
-from storage_formats.format.places import Place
+from storage_formats.format.places import Place, open_place
 from storage_formats.format.receipts import ShardReceipt, fetch_tables, fingerprint
 from storage_formats.format.rows import VALUE_SCHEMA, read_staged_rows
 from storage_formats.format.source_columns import SourceColumn
@@ -354,7 +354,7 @@ def upgrade_old(root: IndexLocation) -> None:
         if error.remedy == "upgrade":
             from storage_formats.upgrade import upgrade_index
 
-            journal = unfinished_journal(root)
+            journal = unfinished_journal(open_place(root))
             if journal is not None:
                 raise UsageError(
                     f"{root} has an earlier format and an unfinished '{journal.kind}',"

@@ -52,11 +52,10 @@ from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.file_check import FileEntry
 from storage_formats.format.json_values import write_json
-from storage_formats.format.layout import Segment
-from storage_formats.format.manifest import CommittedIndex, Counts
+from storage_formats.format.layout import ROOT, Segment
+from storage_formats.format.manifest import CommittedIndex, Counts, index_exists
 from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt, fingerprint
-from storage_formats.format.remote import ROOT, open_index, read_root
 from storage_formats.format.rows import (
     DUPLICATE,
     INDEXED,
@@ -71,7 +70,6 @@ from storage_formats.format.tombstones import (
     live_rows,
     renumbered,
 )
-from storage_formats.remote.objects import ObjectFolder
 from storage_formats.remote.urls import (
     IndexLocation,
     hub_kind,
@@ -171,7 +169,7 @@ def compact_index(
         >>> compact_index("pages.edje", "dense.edje").rows
         27
     """
-    opened = open_index(index)
+    opened = CommittedIndex.open(index)
     return rewrite([(opened, live_rows(opened))], out, "compact", on_event, should_stop)
 
 
@@ -442,7 +440,7 @@ def copy_index(
             " out `replace`",
             parameter="replace",
         )
-    opened = open_index(index, snapshot)
+    opened = CommittedIndex.open(index, snapshot)
     manifest = opened.manifest
     target = index_location(out)
     spec = manifest.spec
@@ -465,13 +463,10 @@ def copy_index(
         )
     )
     if hub_kind(target) is not None:
-        _, there = read_root(ObjectFolder.open(str(target)))
-        if (
-            there is not None
-            and not replace
-            and (lost := what_is_lost(opened, str(target), there))
-        ):
-            raise UsageError(lost, parameter="out")
+        if not replace and index_exists(target):
+            there = CommittedIndex.open(target).manifest
+            if lost := what_is_lost(opened, str(target), there):
+                raise UsageError(lost, parameter="out")
 
         def checked(file: FileEntry) -> Path | bytes:
             # `file_contents` compares a file with its checksum while reading it.

@@ -33,9 +33,9 @@ from storage_formats.atomic import naming
 from storage_formats.codecs import BF16, codec
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import open_parquet
 from storage_formats.format.places import open_place
-from storage_formats.format.remote import open_index
 from storage_formats.remote.urls import IndexLocation
 from storage_formats.writing.index_writer import ROW_COLUMNS, IndexWriter, Rows
 
@@ -118,7 +118,7 @@ def import_arrays(
             " rows; save one row per image in both files"
         )
     _, m, d = blocks.shape
-    before = open_index(out).manifest if append else None
+    before = CommittedIndex.open(out).manifest if append else None
     stored = before.spec.precisions if before else ("bf16",)
     names = [codec(name).name for name in precisions or stored]
     spec = IndexSpec(

@@ -29,10 +29,9 @@ from pipelines.progress.events import (
 )
 from storage_formats.arguments import as_list, did_you_mean, optional_count
 from storage_formats.atomic import Json
-from storage_formats.change import Removal, collect_garbage, open_at
+from storage_formats.change import Removal, collect_garbage
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
-from storage_formats.format.remote import open_index
 from storage_formats.format.rows import (
     ROW_SCHEMA,
     SOURCE_VALUES,
@@ -229,7 +228,8 @@ def history(index: IndexLocation) -> list[SnapshotEntry]:
     first.
     """
     return [
-        SnapshotEntry.of(manifest) for manifest in kept_snapshots(open_index(index))
+        SnapshotEntry.of(manifest)
+        for manifest in kept_snapshots(CommittedIndex.open(index))
     ]
 
 
@@ -255,7 +255,7 @@ def roll_back(
                 " snapshot",
                 parameter="snapshot",
             )
-        earlier = open_at(change.layout, snapshot)
+        earlier = CommittedIndex.at(change.layout, snapshot)
         check_files(earlier, only_lengths=False)
         manifest = change.new_snapshot(earlier.manifest, {"to": snapshot})
         change.commit(manifest)

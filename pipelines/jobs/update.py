@@ -63,7 +63,7 @@ from pipelines.sources import Listing, hash_and_mark_duplicates, temporary_datab
 from pipelines.sources.base import absolute_spec
 from storage_formats.arguments import as_list, as_number, as_path, as_text
 from storage_formats.atomic import Json
-from storage_formats.change import IndexChange, open_at
+from storage_formats.change import IndexChange
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import Segment
@@ -326,7 +326,7 @@ def update_index(
             )
         elif plan is not None and changes.changed:
             row_ids = [plan.first_row + position for position in changes.changed]
-            after = open_at(change.layout)
+            after = CommittedIndex.at(change.layout)
             statuses = read_index_rows(after, row_ids, ["status"])["status"]
             changed = statuses.to_pylist().count(INDEXED)
     failed.update(counts.failed)

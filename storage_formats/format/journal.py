@@ -8,26 +8,12 @@ import contextlib
 import hashlib
 import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from storage_formats.atomic import (
-    Json,
-    fsync_path,
-    json_bytes,
-)
+from storage_formats.atomic import Json, fsync_path, json_bytes
 from storage_formats.errors import EdjeError, cannot_read
 from storage_formats.format.checksum import json_checksum
-from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
-from storage_formats.format.lock import locked
-
-if TYPE_CHECKING:
-    from storage_formats.format.place import Place
-
-# The journal holds the plan, which lists the checksum of every file in `build/inputs/`.
-# The journal of a large build is therefore long.
-_MAX_JOURNAL_BYTES = 1 << 30
+from storage_formats.format.place import Place
 
 
 @dataclass(frozen=True)
@@ -57,20 +43,18 @@ class Journal:
         place.write(place.journal, json_bytes({**vars(self), "crc32c": checksum}))
 
 
-def read_journal(root: str | Path) -> Journal | None:
-    """Return the journal of the unfinished change of the index at `root`; None if
+def read_journal(place: Place) -> Journal | None:
+    """Return the journal of the unfinished change of the index at `place`; None if
     there is none.
     """
-    layout = Layout(Path(root))
     try:
-        value = json.loads(
-            read_index_file(layout.root, layout.journal, max_bytes=_MAX_JOURNAL_BYTES)
-        )
+        data = place.read(place.journal)
+        if data is None:
+            return None
+        value = json.loads(data)
         if value.pop("crc32c") != json_checksum(value):
             raise ValueError("it does not match its checksum")
         return Journal(**value)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
     except (
         OSError,
         AttributeError,
@@ -79,20 +63,20 @@ def read_journal(root: str | Path) -> Journal | None:
         ValueError,
         RecursionError,
     ) as error:
-        advice, remedy = how_to_discard(layout)
-        what = f"{layout.journal}, which names the unfinished change"
+        advice, remedy = how_to_discard(place)
+        what = f"{place.address(place.journal)}, which names the unfinished change"
         problem = cannot_read(what, error, advice)
         problem.remedy = remedy
         raise problem from error
 
 
-def unfinished_journal(root: str | Path) -> Journal | None:
-    """Return the journal of the index at `root` if its change was stopped before
+def unfinished_journal(place: Place) -> Journal | None:
+    """Return the journal of the index at `place` if its change was stopped before
     the commit; None otherwise.
     """
-    journal = read_journal(root)
+    journal = read_journal(place)
     # A commit replaces `index.json`, which then has another digest than `base`.
-    if journal is None or journal.base != manifest_digest(Layout(Path(root))):
+    if journal is None or journal.base != manifest_digest(place):
         return None
     return journal
 
@@ -106,36 +90,20 @@ def how_to_discard(layout: Layout) -> tuple[str, str | None]:
     return f"delete {layout.root}", None
 
 
-def manifest_digest(layout: Layout) -> str | None:
+def manifest_digest(place: Place) -> str | None:
     """Return the SHA-256 of `index.json` in hexadecimal; None if there is none."""
-    try:
-        data = read_index_file(
-            layout.root, layout.manifest, max_bytes=_MAX_JOURNAL_BYTES
-        )
-        return hashlib.sha256(data).hexdigest()
-    except FileNotFoundError:
-        return None
+    data = place.read(place.manifest)
+    return None if data is None else hashlib.sha256(data).hexdigest()
 
 
-def end_erasure(root: str | Path) -> None:
+def end_erasure(place: Place) -> None:
     """Move the files of an erasure into place if a process was killed after its commit.
     Until then, the files of the index do not match `index.json`. Does nothing if the
     index cannot be written or another process is changing it.
     """
-    # A module that changes indexes is not imported for every reader.
-    from storage_formats.format.directory import Directory
-
-    layout = Layout(Path(root).absolute())
-
-    def is_committed() -> bool:
-        return layout.journal.exists() and unfinished_journal(root) is None
-
     # A reader may lack the permission to write, so errors are ignored.
-    with contextlib.suppress(OSError, EdjeError):
-        if is_committed():
-            with locked(root):
-                if is_committed():
-                    # The former files may be replaced only after `index.json` is
-                    # durable.
-                    fsync_path(layout.root)
-                    Directory(layout.root).move_erased()
+    with contextlib.suppress(OSError, EdjeError), place.claimed():
+        if place.journal.exists() and unfinished_journal(place) is None:
+            # The former files may be replaced only after `index.json` is durable.
+            fsync_path(place.root)
+            place.move_erased()

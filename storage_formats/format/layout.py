@@ -14,6 +14,7 @@ from storage_formats.errors import UsageError
 
 FORMAT = "edje-index"
 FORMAT_VERSION = "3.0"
+ROOT = "index.json"
 # name of the array in `tokens/` that holds the offset block
 OFFSET_ARRAY = "offset"
 # default number of rows per shard
@@ -260,7 +261,7 @@ class Layout:
 
     root: Path
 
-    manifest = _Below("index.json")
+    manifest = _Below(ROOT)
     tokens = _Below("tokens")
     offset_values = _Below(f"tokens/{OFFSET_ARRAY}/c.0.0")
     embeddings = _Below("embeddings")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import re
@@ -10,22 +9,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
-from storage_formats.arguments import as_count, as_path
+from storage_formats.arguments import as_count
 from storage_formats.atomic import Json, json_bytes
 from storage_formats.codecs import check_names
 from storage_formats.errors import (
     CorruptIndexError,
+    EdjeError,
     IncompleteIndexError,
     RemovedPrecisionError,
     UsageError,
     cannot_read,
 )
 from storage_formats.format.checksum import json_checksum
-from storage_formats.format.downloads import download
 from storage_formats.format.file_check import FileEntry
-from storage_formats.format.index_files import read_index_file
 from storage_formats.format.journal import end_erasure
 from storage_formats.format.json_values import read_json, write_json
 from storage_formats.format.layout import (
@@ -34,6 +32,7 @@ from storage_formats.format.layout import (
     IndexSpec,
     Layout,
 )
+from storage_formats.format.places import Place, reading_place
 from storage_formats.format.shard_table import read_shard_table
 from storage_formats.format.source_columns import SourceColumn, check_columns
 from storage_formats.format.tombstones import (
@@ -44,12 +43,11 @@ from storage_formats.format.tombstones import (
 from storage_formats.remote.objects import ObjectFolder
 from storage_formats.remote.urls import IndexLocation
 
-if TYPE_CHECKING:
-    from storage_formats.format.places import Place
-
 # major numbers of the format versions that this package upgrades
 _OLD_MAJORS = ("1", "2")
 MAX_MANIFEST_BYTES = 64 << 20
+REPLACED = b"{}"
+"""The contents of `index.json` while a copy replaces the index."""
 SNAPSHOT_FILE = re.compile(r"snapshots/\d+\.json")
 # The shard table stores shard numbers as int32.
 _MAX_SHARDS = 1 << 31
@@ -213,53 +211,7 @@ class Manifest:
             IncompleteIndexError: the build of the index has not finished.
             CorruptIndexError: `index.json` is damaged.
         """
-        layout = Layout(as_path(root, "root"))
-        try:
-            current = cls._read(layout, layout.manifest)
-        except FileNotFoundError:
-            if layout.journal.exists():
-                raise IncompleteIndexError(
-                    f"the index at {root} is unfinished; if no process is writing it,"
-                    " run the same command again to finish it, or delete the directory"
-                ) from None
-            if layout.root.exists():
-                raise UsageError(
-                    f"{root} is not an EDJE index (it has no index.json)", remedy="show"
-                ) from None
-            raise UsageError(f"there is no index at {root}", remedy="build") from None
-        number = (
-            current.snapshot.number
-            if snapshot is None
-            else as_count(snapshot, "snapshot", least=0)
-        )
-        if number == current.snapshot.number:
-            return current
-        try:
-            return cls._read(layout, layout.snapshot(number))
-        except FileNotFoundError:
-            numbers = ", ".join(
-                map(
-                    str,
-                    [
-                        *earlier_snapshots(layout.snapshots.glob("*"), current),
-                        current.snapshot.number,
-                    ],
-                )
-            )
-            raise UsageError(
-                f"{root} has no snapshot {snapshot}; choose one of: {numbers}",
-                parameter="snapshot",
-            ) from None
-
-    @classmethod
-    def _read(cls, layout: Layout, path: Path) -> Manifest:
-        try:
-            data = read_index_file(layout.root, path, max_bytes=MAX_MANIFEST_BYTES)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise FileNotFoundError(str(path)) from error
-        except OSError as error:
-            raise cannot_read(path, error, "restore the file from a backup") from error
-        return cls.parse(data, path)
+        return _load(reading_place(root), snapshot)[1]
 
     @classmethod
     def parse(cls, data: bytes, where: IndexLocation) -> Manifest:
@@ -336,28 +288,32 @@ class Manifest:
 
 @dataclass(frozen=True)
 class CommittedIndex:
-    """A finished index, opened at one snapshot.
+    """A finished index, opened at one snapshot."""
 
-    Attributes:
-        root: absolute path of the index. For an index on an object store, this is a
-            local cache directory for the files of the snapshot, apart from token files;
-            see `fetch`.
-        remote: the objects of the index; None for an index on a file system.
-    """
-
-    root: Path
+    place: Place
     manifest: Manifest
-    remote: ObjectFolder | None = None
+
+    @property
+    def root(self) -> Path:
+        """Absolute path of the index. For an index on an object store, this is a local
+        directory for the files of the snapshot, apart from token files; see `fetch`.
+        """
+        return self.place.root
+
+    @property
+    def remote(self) -> ObjectFolder | None:
+        """The objects of the index; None for an index on a file system."""
+        return self.place.remote
 
     @property
     def location(self) -> IndexLocation:
         """URL of the index, or its absolute path."""
-        return self.root if self.remote is None else self.remote.url
+        return self.place.location
 
     @property
     def layout(self) -> Layout:
         """The paths of the files of the index."""
-        return Layout(self.root)
+        return self.place
 
     @property
     def spec(self) -> IndexSpec:
@@ -379,13 +335,44 @@ class CommittedIndex:
         return read_removed(self.root, self.manifest.removed)
 
     @classmethod
-    def open(cls, root: str | Path, snapshot: int | None = None) -> CommittedIndex:
-        """Open the index at `root`. For the arguments and errors, see
-        `Manifest.load`.
+    def open(
+        cls, location: IndexLocation, snapshot: int | None = None
+    ) -> CommittedIndex:
+        """Open the index at `location`, a directory or a URL, to read it. For the other
+        argument and the errors, see `Manifest.load`.
         """
-        if Layout(as_path(root, "root")).erased.exists():
-            end_erasure(root)
-        return cls(as_path(root, "root").absolute(), Manifest.load(root, snapshot))
+        place = reading_place(location)
+        if place.erased.exists():
+            end_erasure(place)
+        data, manifest = _load(place, snapshot)
+        return cls(place.of_snapshot(data), manifest)
+
+    @classmethod
+    def at(cls, place: Place, snapshot: int | None = None) -> CommittedIndex:
+        """Open the index at the place of a writer, like `open`."""
+        return cls(place, _load(place, snapshot)[1])
+
+    def reopen(self) -> CommittedIndex:
+        """Open the current snapshot of the index.
+
+        Raises:
+            UsageError: a different index was written at the same location, so that the
+                row ids of this index mean other rows.
+            IncompleteIndexError, CorruptIndexError: as for `Manifest.load`.
+        """
+        current = CommittedIndex.open(self.location)
+
+        # No change of an index changes these values.
+        def identity(manifest: Manifest) -> tuple[object, ...]:
+            model = (manifest.model or {}).get("fingerprint")
+            return manifest.plan, manifest.spec.shard_size, model
+
+        if identity(self.manifest) != identity(current.manifest):
+            raise UsageError(
+                f"the index at {self.location} was replaced by another index; open the"
+                " index again"
+            )
+        return current
 
     def undeleted(self) -> CommittedIndex:
         """Return this index without tombstones, so that deleted rows can be read."""
@@ -409,8 +396,60 @@ class CommittedIndex:
 
         Call this before you read one of these files.
         """
-        if self.remote is not None:
-            download(self.remote, self.root, entries)
+        self.place.fetch(entries)
+
+
+def index_exists(location: IndexLocation) -> bool:
+    """Return True if there is a finished index at `location`, a directory or a URL."""
+    place = reading_place(location)
+    return place.read(place.manifest, MAX_MANIFEST_BYTES) not in (None, REPLACED)
+
+
+def _load(place: Place, snapshot: int | None) -> tuple[bytes, Manifest]:
+    """Read the manifest of the index at `place`. Return its bytes, too. For the other
+    argument and the errors, see `Manifest.load`.
+    """
+    current = _read(place, place.manifest)
+    if current is None:
+        raise _absent(place)
+    number = current[1].snapshot.number
+    if snapshot is None or as_count(snapshot, "snapshot", least=0) == number:
+        return current
+    earlier = _read(place, place.snapshot(snapshot))
+    if earlier is None:
+        raise UsageError(
+            f"{place.location} has no snapshot {snapshot}; its current snapshot is"
+            f" {number}",
+            parameter="snapshot",
+        )
+    return earlier
+
+
+def _read(place: Place, path: Path) -> tuple[bytes, Manifest] | None:
+    """Return the bytes and the contents of a manifest; None if there is none."""
+    where = place.address(path)
+    try:
+        data = place.read(path, MAX_MANIFEST_BYTES)
+    except OSError as error:
+        raise cannot_read(where, error, "restore the file from a backup") from error
+    if data is None or data == REPLACED:
+        return None
+    return data, Manifest.parse(data, where)
+
+
+def _absent(place: Place) -> EdjeError:
+    """Return the exception to raise if there is no `index.json` at `place`."""
+    if place.is_changing():
+        return IncompleteIndexError(
+            f"the index at {place.location} is unfinished; if no process is writing it,"
+            " run the same command again to finish it, or delete it"
+        )
+    if place.remote is None and place.root.exists():
+        return UsageError(
+            f"{place.location} is not an EDJE index (it has no index.json)",
+            remedy="show",
+        )
+    return UsageError(f"there is no index at {place.location}", remedy="build")
 
 
 def offset_files(spec: IndexSpec) -> list[FileEntry]:
@@ -455,47 +494,18 @@ def kept_snapshots(index: CommittedIndex) -> list[Manifest]:
     Raises:
         UsageError, CorruptIndexError: a snapshot cannot be read, see `Manifest.load`.
     """
-    manifests = list[Manifest]()
-    if index.remote is None:
-        layout = index.layout
-        names = layout.snapshots.glob("*")
-        for number in earlier_snapshots(names, index.manifest):
-            # A change may remove the snapshot after `earlier_snapshots` listed it.
-            with contextlib.suppress(FileNotFoundError):
-                manifests.append(Manifest._read(layout, layout.snapshot(number)))
-        return [*manifests, index.manifest]
-    for key in sorted(
-        key
-        for key in index.remote.list_sizes("snapshots")
-        if SNAPSHOT_FILE.fullmatch(key)
-    ):
-        try:
-            # Another process may remove the snapshot after `list_sizes` listed it.
-            with contextlib.suppress(FileNotFoundError):
-                data = index.remote.read(key, MAX_MANIFEST_BYTES).data
-                manifests.append(Manifest.parse(data, index.remote.url_of(key)))
-        except OSError as error:
-            raise CorruptIndexError(
-                f"{index.remote.url_of(key)} is not the manifest of a snapshot:"
-                f" {error.strerror}; delete this object"
-            ) from error
-    current = index.manifest.snapshot
-    kept = range(current.oldest or 0, current.number)
-    return [
-        *(manifest for manifest in manifests if manifest.snapshot.number in kept),
-        index.manifest,
-    ]
+    place = index.place
+    numbers = earlier_snapshots(place, index.manifest)
+    # A change may remove a snapshot after `earlier_snapshots` listed it.
+    earlier = filter(None, [_read(place, place.snapshot(each)) for each in numbers])
+    return [*(manifest for _, manifest in earlier), index.manifest]
 
 
-def earlier_snapshots(paths: Iterable[Path], current: Manifest) -> list[int]:
-    """Return the numbers of the kept snapshots before `current`, ascending.
-
-    Args:
-        paths: paths of the files in `snapshots/`.
-    """
+def earlier_snapshots(place: Place, current: Manifest) -> list[int]:
+    """Return the numbers of the kept snapshots before `current`, ascending."""
     numbers = [
         int(path.stem)
-        for path in paths
+        for path in place.names(place.snapshots)
         if path.suffix == ".json" and path.stem.isdecimal()
     ]
     return sorted(

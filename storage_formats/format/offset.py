@@ -5,7 +5,6 @@ and decoders add (SPEC.md section 6.2).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -85,8 +84,8 @@ def check_offset(offset: Array, block_shape: tuple[int, int]) -> None:
         raise ValueError("it has values that are not finite or above 2^100")
 
 
-def read_offset(root: Path, spec: IndexSpec) -> Offset | None:
-    """Read the offset block of the index at `root`; None if it has none.
+def read_offset(place: Place, spec: IndexSpec) -> Offset | None:
+    """Read the offset block of the index at `place`; None if it has none.
 
     Raises:
         CorruptIndexError: the file does not match the manifest, or a value is not
@@ -96,7 +95,10 @@ def read_offset(root: Path, spec: IndexSpec) -> Offset | None:
         return None
     m, d = spec.block_shape
     (entry,) = offset_files(spec)
-    with committed_content(root, entry, "offset block", "repair the index") as data:
+    place.fetch([entry])
+    with committed_content(
+        place.root, entry, "offset block", "repair the index"
+    ) as data:
         offset: Offset = np.frombuffer(data, dtype="<f4").astype(np.float32)
         offset = offset.reshape(m, d)
         check_offset(offset, spec.block_shape)
@@ -105,14 +107,13 @@ def read_offset(root: Path, spec: IndexSpec) -> Offset | None:
 
 def copy_offset(index: CommittedIndex, target: Place) -> None:
     """Write the offset block of `index` to another index, if `index` has one."""
-    index.fetch(index.manifest.offset_files)
-    offset = read_offset(index.root, index.spec)
+    offset = read_offset(index.place, index.spec)
     if offset is not None:
         write_offset(target, offset)
 
 
-def stored_codec(root: Path, spec: IndexSpec, name: str) -> Codec:
-    """Return the codec of the precision `name` of the index at `root`. The codec has
+def stored_codec(place: Place, spec: IndexSpec, name: str) -> Codec:
+    """Return the codec of the precision `name` of the index at `place`. The codec has
     the offset block if the index stores this precision with an offset.
 
     Raises:
@@ -120,13 +121,5 @@ def stored_codec(root: Path, spec: IndexSpec, name: str) -> Codec:
         CorruptIndexError: see `read_offset`.
     """
     has_offset = spec.offset is not None and name in spec.offset.precisions
-    offset = read_offset(root, spec) if has_offset else None
+    offset = read_offset(place, spec) if has_offset else None
     return codec(name, spec.block_shape, offset)
-
-
-def open_codec(index: CommittedIndex, name: str) -> Codec:
-    """Return the codec of the precision `name` of `index`, like `stored_codec`. For an
-    index on an object store, the offset block is downloaded if necessary.
-    """
-    index.fetch(index.manifest.offset_files)
-    return stored_codec(index.root, index.spec, name)

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Self
 
 from storage_formats.format.file_check import FileEntry
-from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.remote.objects import ObjectFolder
 from storage_formats.remote.urls import IndexLocation
+
+# A plan lists the checksum of every list of inputs.
+MAX_BYTES = 1 << 30
+"""Most bytes of a file that `Place.read` reads."""
 
 
 class Place(Layout, abc.ABC):
@@ -36,6 +39,17 @@ class Place(Layout, abc.ABC):
         """The objects of the index; None in a directory."""
 
     @abc.abstractmethod
+    def address(self, path: Path) -> IndexLocation:
+        """Return the path or the URL of a file, for messages."""
+
+    @abc.abstractmethod
+    def of_snapshot(self, manifest: bytes) -> Self:
+        """Return this place for readers of the snapshot whose `index.json` has the
+        contents `manifest`. On an object store, `root` is then a directory that caches
+        the files of this snapshot.
+        """
+
+    @abc.abstractmethod
     def claimed(self) -> AbstractContextManager[None]:
         """Return a context manager in which no other process can change the index.
 
@@ -49,6 +63,10 @@ class Place(Layout, abc.ABC):
         """Return True if this process still holds the claim of `claimed`."""
 
     @abc.abstractmethod
+    def is_changing(self) -> bool:
+        """Return True if a change of the index has begun and has not ended."""
+
+    @abc.abstractmethod
     def part(self, folder: Path) -> Place:
         """Return `folder`, which lies below `root`, as a place of its own."""
 
@@ -56,13 +74,11 @@ class Place(Layout, abc.ABC):
     def get(self, path: Path) -> None:
         """Make a file readable below `root`, if it exists."""
 
-    def read(self, path: Path) -> bytes | None:
-        """Return the contents of a small file; None if it does not exist."""
-        self.get(path)
-        try:
-            return read_index_file(self.root, path)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+    @abc.abstractmethod
+    def read(self, path: Path, max_bytes: int = MAX_BYTES) -> bytes | None:
+        """Return the contents of a small file; None if it does not exist. Raise OSError
+        if the file cannot be read or is longer than `max_bytes`.
+        """
 
     @abc.abstractmethod
     def write(self, path: Path, data: bytes) -> None:

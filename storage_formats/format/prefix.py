@@ -27,14 +27,13 @@ from pathlib import Path
 
 import psutil
 
-from storage_formats.atomic import Json, json_bytes
+from storage_formats.atomic import Json, json_bytes, replacing, write_bytes_atomic
 from storage_formats.cache import cache_directory
-from storage_formats.errors import EdjeError, UsageError
+from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.format.checksum import crc32c, crc32c_file, to_hex
-from storage_formats.format.downloads import download
-from storage_formats.format.file_check import FileEntry
-from storage_formats.format.layout import Layout
-from storage_formats.format.place import Place
+from storage_formats.format.file_check import FileEntry, checked_pieces
+from storage_formats.format.layout import ROOT, Layout
+from storage_formats.format.place import MAX_BYTES, Place
 from storage_formats.remote.objects import (
     CHUNK_BYTES,
     Chunk,
@@ -57,9 +56,10 @@ _LATE_SECONDS = 60.0
 # A worker looks at the journal again after this time.
 _FRESH_SECONDS = 1.0
 _MAX_CLAIM_BYTES = 1 << 20
-# largest length of a file that `get` downloads
-_MAX_BYTES = 1 << 30
 _TRANSFERS_AT_ONCE = 8
+_DOWNLOADS_AT_ONCE = 16
+# A cached snapshot that was not opened for this time, a week, is deleted.
+_KEPT_SECONDS = 7 * 86400.0
 
 _honest = set[str]()
 """Schemes and buckets whose servers were found to honour conditional writes."""
@@ -90,7 +90,7 @@ class _State:
 @dataclass(frozen=True)
 class Prefix(Place):
     """An index below the URL of `folder`. `root` is a temporary directory on this
-    machine, which `close` removes.
+    machine, which `close` removes. For readers, it is a directory that caches files.
 
     Attributes:
         whole: `root` of the whole index if this place is a part of it; None otherwise.
@@ -111,8 +111,9 @@ class Prefix(Place):
         folder = ObjectFolder.open(url)
         if folder.scheme not in STORE_SCHEMES:
             raise UsageError(
-                f"{folder.url} can only be read; write to a URL that begins with"
-                " s3://, gs:// or az://, or copy an index to hf://datasets/",
+                f"{folder.url} can only be read, and not verified, because a web server"
+                " does not list files; write to a URL that begins with s3://, gs:// or"
+                " az://, or copy the index to a directory or to hf://datasets/",
                 parameter="out",
             )
         parent = cache_directory() / "scratch"
@@ -122,6 +123,12 @@ class Prefix(Place):
         root = tempfile.mkdtemp(prefix=prefix, dir=parent)
         return cls(Path(root).resolve(), folder)
 
+    @classmethod
+    def reading(cls, url: str) -> Prefix:
+        """Return the place at `url` for readers. No request is sent."""
+        name = hashlib.sha256(url.encode()).hexdigest()[:32]
+        return cls(cache_directory() / "indexes" / name, ObjectFolder.open(url))
+
     @property
     def location(self) -> str:
         return self.folder.url
@@ -129,6 +136,12 @@ class Prefix(Place):
     @property
     def remote(self) -> ObjectFolder:
         return self.folder
+
+    def address(self, path: Path) -> str:
+        return self.folder.url_of(self._key(path))
+
+    def of_snapshot(self, manifest: bytes) -> Prefix:
+        return replace(self, root=_cached_snapshot(self.root, manifest))
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
@@ -157,13 +170,29 @@ class Prefix(Place):
         current = self._read_claim()
         return current is not None and _owner(current.data) == self._state.owner
 
+    def is_changing(self) -> bool:
+        keys = map(self._key, (self.claim, self.journal))
+        return any(self.folder.info(key) is not None for key in keys)
+
     def part(self, folder: Path) -> Prefix:
         return Prefix(folder, self.folder, self.whole or self.root, self._state)
 
     def get(self, path: Path) -> None:
-        if not path.exists():
-            with contextlib.suppress(FileNotFoundError):
-                self._keep(path, self.folder.read(self._key(path), _MAX_BYTES).data)
+        if not path.exists() and (data := self.read(path)) is not None:
+            self._keep(path, data)
+
+    def read(self, path: Path, max_bytes: int = MAX_BYTES) -> bytes | None:
+        is_claimed = self._state.claim is not None
+        # While this process has the claim, no other one changes the file.
+        if is_claimed and path.exists():
+            return path.read_bytes()
+        try:
+            data = self.folder.read(self._key(path), max_bytes).data
+        except FileNotFoundError:
+            return None
+        if is_claimed:
+            self._keep(path, data)
+        return data
 
     def write(self, path: Path, data: bytes) -> None:
         self._check_change()
@@ -173,7 +202,7 @@ class Prefix(Place):
 
     def begin_task(self) -> None:
         if self._state.claim is None:
-            self._state.journal = self._read_now(self._of_whole.journal)
+            self._state.journal = self.read(self._of_whole.journal) or b""
             self._state.renewed = _clock()
             self._check_change()
 
@@ -188,7 +217,7 @@ class Prefix(Place):
             journal = state.journal
             is_over = journal == b""
             if journal is not None and age > _FRESH_SECONDS:
-                is_over = self._read_now(self._of_whole.journal) != journal
+                is_over = self.read(self._of_whole.journal) != journal
                 state.renewed = _clock()
         if is_over:
             raise EdjeError(
@@ -212,7 +241,22 @@ class Prefix(Place):
             self._send(path, FileEntry(self._key(path), *crc32c_file(path)))
 
     def fetch(self, entries: Iterable[FileEntry]) -> None:
-        download(self.folder, self.whole or self.root, map(self._named, entries))
+        root = self.whole or self.root
+        missing = [
+            entry
+            for entry in map(self._named, entries)
+            if not (root / entry.path).exists()
+        ]
+
+        def download(entry: FileEntry) -> None:
+            path = root / entry.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as file:
+                file.writelines(committed_chunks(self.folder, entry))
+
+        if missing:
+            with ThreadPoolExecutor(min(_DOWNLOADS_AT_ONCE, len(missing))) as pool:
+                list(pool.map(download, missing))
 
     def names(self, folder: Path) -> list[Path]:
         sizes = self.folder.list_sizes(self._key(folder))
@@ -298,25 +342,17 @@ class Prefix(Place):
         """Return `file` with its key as its path."""
         return replace(file, path=self._key(self.root / file.path))
 
-    def _read_now(self, path: Path) -> bytes:
-        """Return the contents of an object; empty if there is no such object."""
-        try:
-            return self.folder.read(self._key(path), _MAX_BYTES).data
-        except FileNotFoundError:
-            return b""
-
     def _keep(self, path: Path, data: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
 
     def _load(self) -> None:
-        """Download `index.json` and the journal."""
+        """Download `index.json`."""
         state = self._state
         with contextlib.suppress(FileNotFoundError):
             key = self._key(self.manifest)
-            state.base = self.folder.read(key, _MAX_BYTES)
+            state.base = self.folder.read(key, MAX_BYTES)
             self._keep(self.manifest, state.base.data)
-        self.get(self.journal)
 
     def _claim(self) -> None:
         """Create the claim, or take over the claim of a process that has ended.
@@ -394,6 +430,43 @@ class Prefix(Place):
             if expected is None:
                 self._renewed(self.folder.replace(key, self._new_claim(), first))
         _honest.add(bucket)
+
+
+def committed_chunks(folder: ObjectFolder, entry: FileEntry) -> Iterator[memoryview]:
+    """Yield the contents of the committed file `entry` in pieces.
+
+    Raises:
+        CorruptIndexError: the object is missing or too short, or its CRC-32C differs
+            from `entry`. The CRC-32C is compared after the last piece was yielded.
+    """
+    pieces = folder.chunks(entry.path, entry.bytes)
+    try:
+        yield from checked_pieces(folder.url_of(entry.path), entry, pieces)
+    except (FileNotFoundError, EOFError) as error:
+        raise CorruptIndexError(
+            f"{folder.url_of(entry.path)} is missing or too short; open the index"
+            " again. If the error remains, copy the index again from a sound copy"
+        ) from error
+
+
+def _cached_snapshot(of_index: Path, manifest: bytes) -> Path:
+    """Return the cache directory of one snapshot of an index, and create it if it is
+    missing. Delete cached snapshots of the same index that were not opened for a week.
+
+    Args:
+        of_index: directory of the cached snapshots of the index.
+        manifest: the bytes of the `index.json` of the snapshot.
+    """
+    root = of_index / hashlib.sha256(manifest).hexdigest()[:32]
+    if not (root / ROOT).exists():
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_bytes_atomic(root / ROOT, manifest)
+    os.utime(root)
+    for other in of_index.iterdir():
+        with contextlib.suppress(OSError):
+            if time.time() - other.stat().st_mtime > _KEPT_SECONDS:
+                shutil.rmtree(other)
+    return root
 
 
 def _clock() -> float:

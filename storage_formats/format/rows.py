@@ -28,7 +28,6 @@ from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import read_table, table_bytes
-from storage_formats.format.remote import open_index
 from storage_formats.format.source_columns import (
     BOOL,
     FLOAT64,
@@ -502,7 +501,7 @@ def read_rows(
         >>> read_rows("photos.edje", [5, 0], columns=["row_id", "status"]).to_pylist()
         [{'row_id': 5, 'status': 'indexed'}, {'row_id': 0, 'status': 'indexed'}]
     """
-    return read_index_rows(open_index(root), row_ids, columns)
+    return read_index_rows(CommittedIndex.open(root), row_ids, columns)
 
 
 def read_index_rows(

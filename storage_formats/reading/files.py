@@ -77,9 +77,7 @@ class TokenFiles:
 
     def location(self, shard: int) -> Path | str:
         """Return the path or the URL of the token file of a shard, for messages."""
-        remote = self.index.remote
-        key = self.key(shard)
-        return self.index.root / key if remote is None else remote.url_of(key)
+        return self.index.place.address(self.index.root / self.key(shard))
 
 
 @dataclass

@@ -19,7 +19,6 @@ from storage_formats.format.layout import IndexSpec, OffsetBlock
 from storage_formats.format.manifest import (
     CommittedIndex,
     kept_snapshots,
-    offset_files,
 )
 from storage_formats.format.offset import (
     SAMPLE_BLOCKS,
@@ -30,7 +29,6 @@ from storage_formats.format.offset import (
 )
 from storage_formats.format.places import open_place
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.format.remote import open_index
 from storage_formats.format.tombstones import evenly_spaced_rows
 from storage_formats.token_store import TokenStore
 from storage_formats.writing.shard_writer import ShardWriter
@@ -89,8 +87,7 @@ def choose_offset(
         # The values of the offset block are the same in all snapshots. Only the lists
         # of precisions that use the offset block differ.
         spec = next(iter(blocks.values()))
-        index.fetch(offset_files(spec))
-        offset = read_offset(index.root, spec)
+        offset = read_offset(index.place, spec)
     if offset is None:
         offset = sampled_offset(index, source)
     if offset is None:
@@ -150,7 +147,7 @@ def convert_shard(
     rows = np.array(task.spec.shard_rows(task.shard))
     missing = 0
     # Deleted rows are converted too, because a rollback can restore them.
-    index = open_index(task.root).undeleted()
+    index = CommittedIndex.open(task.root).undeleted()
     with (
         open_place(task.root) as place,
         TokenStore(index, task.source) as store,

@@ -5,6 +5,7 @@ copied byte by byte (SPEC.md section 12.4).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import uuid
@@ -21,7 +22,6 @@ from storage_formats.atomic import (
 )
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError, cannot_read
 from storage_formats.format.checksum import crc32c, crc32c_file, to_hex
-from storage_formats.format.downloads import committed_chunks
 from storage_formats.format.file_check import (
     FileEntry,
     check_file,
@@ -30,16 +30,16 @@ from storage_formats.format.file_check import (
     refuse,
 )
 from storage_formats.format.index_files import IndexFile, read_index_file
-from storage_formats.format.layout import Layout, is_data_file
+from storage_formats.format.layout import ROOT, Layout, is_data_file
 from storage_formats.format.manifest import (
+    REPLACED,
     SNAPSHOT_FILE,
     CommittedIndex,
     Manifest,
     kept_snapshots,
     named_files,
 )
-from storage_formats.format.prefix import CHECKSUM, Prefix
-from storage_formats.format.remote import REPLACED, ROOT, open_index
+from storage_formats.format.prefix import CHECKSUM, Prefix, committed_chunks
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.remote.objects import (
     CHUNK_BYTES,
@@ -243,9 +243,9 @@ def what_is_lost(index: CommittedIndex, url: str, manifest: Manifest) -> str | N
         own_entries = {
             entry
             for each in kept
-            for entry in _entries(CommittedIndex(index.root, each, index.remote))
+            for entry in _entries(dataclasses.replace(index, manifest=each))
         }
-        opened = open_index(url)
+        opened = CommittedIndex.open(url)
         if opened.manifest != manifest:
             raise EdjeError(f"another writer changed {url}; run the copy again")
         lost_paths = sorted(entry.path for entry in _entries(opened) - own_entries)

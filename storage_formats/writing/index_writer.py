@@ -40,11 +40,10 @@ from storage_formats.change import (
 from storage_formats.codecs import BF16, Blocks, codec
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Segment
-from storage_formats.format.manifest import Ann, Manifest
-from storage_formats.format.offset import open_codec
+from storage_formats.format.manifest import Ann, CommittedIndex, Manifest
+from storage_formats.format.offset import stored_codec
 from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt, fetch_tables, fingerprint
-from storage_formats.format.remote import open_index
 from storage_formats.format.rows import (
     ROW_SCHEMA,
     RowEntry,
@@ -148,7 +147,9 @@ class IndexWriter:
             index = self._change.index
             self._first_row = next_first_row(index.manifest)
             earlier = index.manifest.columns
-            self._codecs = [open_codec(index, name) for name in spec.precisions]
+            self._codecs = [
+                stored_codec(index.place, spec, name) for name in spec.precisions
+            ]
         self._place = self._change.layout
         if self._place.names(self._place.receipts):
             # A killed writer has left these files.
@@ -230,7 +231,7 @@ class IndexWriter:
             OSError: the directory cannot be written.
         """
         root = index_location(path)
-        manifest = open_index(root).manifest
+        manifest = CommittedIndex.open(root).manifest
         if "encoder" not in manifest.model:
             raise UsageError(
                 f"{root} was not built from arrays, so no arrays can be appended to it;"

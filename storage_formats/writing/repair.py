@@ -20,7 +20,7 @@ from storage_formats.format.checksum import crc32c_rows, read_checksums
 from storage_formats.format.file_check import FileEntry, check_file
 from storage_formats.format.index_files import IndexFile
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.offset import open_codec
+from storage_formats.format.offset import stored_codec
 from storage_formats.format.places import Place
 from storage_formats.writing.shard_writer import ShardWriter
 
@@ -84,7 +84,7 @@ class ShardRepair:
             # If the offset block is damaged, precisions that need it can be neither
             # repaired nor converted to others.
             with contextlib.suppress(CorruptIndexError):
-                self._codecs[name] = open_codec(index, name)
+                self._codecs[name] = stored_codec(index.place, index.spec, name)
 
     def run(self) -> Iterator[RepairedFile]:
         """Repair all files that can be repaired, and yield a `RepairedFile` for each of

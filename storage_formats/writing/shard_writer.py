@@ -67,8 +67,6 @@ class ShardWriter:
         precisions: Iterable[str] | None = None,
     ) -> None:
         self._place = place
-        if spec.offset is not None:
-            place.get(place.offset_values)
         self._shard = shard
         self._spec = spec
         place.begin_task()
@@ -85,7 +83,7 @@ class ShardWriter:
         self.tokens = {
             name: TokenShardFile(
                 self._folder / f"tokens-{name}",
-                stored_codec(place.root, spec, name),
+                stored_codec(place, spec, name),
                 len(spec.shard_rows(shard)),
                 spec.shard_size,
             )

@@ -218,7 +218,7 @@ def test_a_link_to_another_place_is_refused_before_the_change(tmp_path):
 # Prints what each place that looks for files of the user says.
 NOBODY = """
 from storage_formats import EdjeError
-from storage_formats.format.remote import cache_directory
+from storage_formats.cache import cache_directory
 from storage_formats.remote.objects import _aws_profile
 from storage_formats.remote.urls import hub_address
 print(hub_address("hf://datasets/owner/name")[4], _aws_profile())

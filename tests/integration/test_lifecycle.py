@@ -25,7 +25,6 @@ from storage_formats import (
     verify_index,
 )
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.remote import open_index
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import same_bits
 
@@ -142,7 +141,7 @@ class Reference:
 
     def check(self, root: Path | str, model: Model) -> None:
         state = model.now
-        index = open_index(root)
+        index = CommittedIndex.open(root)
         manifest = index.manifest
         assert verify_index(root) == []
         assert manifest.snapshot.number == model.number

@@ -70,7 +70,7 @@ def test_a_stop_inside_a_slow_shard_keeps_its_batches(config, monkeypatch):
         run_build(request, note, lambda: bool(done))
     layout = Directory(request.out)
     kept = kept_rows(layout)
-    assert 0 < kept < read_journal(request.out).plan["spec"]["rows"]
+    assert 0 < kept < read_journal(Directory(request.out)).plan["spec"]["rows"]
     encoded = []
     encode = ImageEncoder.encode
 

@@ -172,8 +172,8 @@ def test_what_cannot_be_copied_is_refused(index, tmp_path, run):
     code, _, err = run("copy", index, "https://example.com/photos.edje")
     assert code == 2
     assert (
-        "can only be read; write to a URL that begins with s3://, gs:// or az://, or"
-        " copy an index to hf://datasets/" in err
+        "can only be read, and not verified, because a web server does not list files;"
+        " write to a URL that begins with s3://, gs:// or az://" in err
     )
     code, _, err = run("copy", index, tmp_path / "copy", "--replace")
     assert code == 2

@@ -32,7 +32,6 @@ from storage_formats import (
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.places import Directory
-from storage_formats.format.remote import open_index
 from storage_formats.format.rows import read_index_rows
 from storage_formats.format.shard_table import (
     FileEntry,
@@ -116,7 +115,7 @@ def test_a_copy_loses_no_precision_and_no_nearest_neighbour_index(index, tmp_pat
     with pytest.raises(UsageError, match="has the file ann/"):
         copy_index(index, URL)
     copy_index(index, URL, replace=True)
-    assert open_index(URL).manifest == CommittedIndex.open(index).manifest
+    assert CommittedIndex.open(URL).manifest == CommittedIndex.open(index).manifest
 
 
 def test_one_writer_at_a_time(index, other, folder):
@@ -181,7 +180,7 @@ def test_readers_download_what_they_need(index, tmp_path):
     delete_rows(index, rows=[4])
     copy_index(index, URL)
     assert compact_index(URL, tmp_path / "dense").removed == 1
-    opened = open_index(URL)
+    opened = CommittedIndex.open(URL)
     local = CommittedIndex.open(index)
     assert read_rows(URL) == read_rows(index)
     ids = TokenStore.open(URL).row_ids()
@@ -216,7 +215,7 @@ def test_hits_equal_those_of_the_local_index(tmp_path, run):
 
 def test_a_reader_of_a_replaced_index_opens_it_again(index, other):
     copy_index(index, URL)
-    reader = open_index(URL)
+    reader = CommittedIndex.open(URL)
     copy_index(other, URL, replace=True)
     with pytest.raises(
         CorruptIndexError,

@@ -54,7 +54,7 @@ def stop(*_: object, **__: object) -> None:
 
 
 def stored_plan(request: Any) -> Plan:
-    return Plan.parse(read_journal(request.out).plan)
+    return Plan.parse(read_journal(Directory(request.out)).plan)
 
 
 def settings_of_request(request: Any) -> BuildSettings:

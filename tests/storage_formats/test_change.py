@@ -27,8 +27,8 @@ from storage_formats.change import (
     begin_change,
     collect_garbage,
 )
+from storage_formats.format.directory import locked
 from storage_formats.format.journal import Journal, read_journal, unfinished_journal
-from storage_formats.format.lock import locked
 from storage_formats.format.places import Directory
 from tests.conftest import REPO, write_random_index
 
@@ -90,7 +90,7 @@ def test_locks_of_one_machine_do_not_lose_a_change_of_another(index, monkeypatch
     assert Manifest.load(root).snapshot.deleted_rows == 1
     assert delete_rows(root, [2]).snapshot == 2
     assert verify_index(root) == []
-    assert read_journal(root) is None
+    assert read_journal(Directory(root)) is None
 
 
 def test_the_lock_file_of_an_index_stays(index):
@@ -138,10 +138,10 @@ def test_a_damaged_snapshot_stops_no_recovery(index):
     (root / Manifest.load(root).shard_tables[-1].path).unlink()
     kill(root, "repair")
     kill(root, "append", {"shards": 3})
-    assert read_journal(root).kind == "append"
+    assert read_journal(Directory(root)).kind == "append"
     with pytest.raises(CorruptIndexError):
         remove_snapshots(root, None)
-    assert read_journal(root) is None
+    assert read_journal(Directory(root)) is None
     kill(root, "repair")
     assert roll_back(root, 1).snapshot == 3
     remove_snapshots(root, 1)
@@ -194,7 +194,7 @@ def test_a_change_with_work_is_resumed_refused_or_discarded_in_words(index):
     root, _ = index
     with begin_change(root, "quantize", {"to": ["fp8"]}) as begun:
         begun.store_plan({"shards": 3})
-    assert unfinished_journal(root).kind == "quantize"
+    assert unfinished_journal(Directory(root)).kind == "quantize"
     advice = r"'quantize' of .* has not finished .*or discard it$"
     for kind, request in (("quantize", {"to": ["int8"]}), ("delete", {})):
         with (
@@ -210,7 +210,7 @@ def test_a_change_with_work_is_resumed_refused_or_discarded_in_words(index):
     assert messages == [
         "discarding the unfinished 'quantize', which had 0 finished shards"
     ]
-    assert read_journal(root) is None
+    assert read_journal(Directory(root)) is None
     assert verify_index(root) == []
 
 
@@ -253,6 +253,6 @@ def test_trouble_after_the_commit_is_told_and_the_next_change_ends_it(
             delete_nothing()
     assert Manifest.load(root).snapshot.number == 1
     assert verify_index(root) == []
-    assert unfinished_journal(root) is None
+    assert unfinished_journal(Directory(root)) is None
     assert delete_rows(root, [1]).snapshot == 2
     assert not Directory(root).journal.exists()

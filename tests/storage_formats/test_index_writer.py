@@ -483,7 +483,7 @@ def test_a_killed_writer_leaves_nothing_that_opens_and_the_next_begins_again(
     root = tmp_path / "index"
     waited = Layout(root).receipt(shards - 1) if shards else Layout(root).journal
     kill_when(waited, ENDLESS, root)
-    with pytest.raises(IncompleteIndexError, match="delete the directory"):
+    with pytest.raises(IncompleteIndexError, match="or delete it"):
         TokenStore.open(root)
     with pytest.raises(IncompleteIndexError):
         verify_index(root)

@@ -45,8 +45,8 @@ from pipelines.progress.events import (
 from pipelines.progress.wording import by_reason, counted
 from storage_formats.atomic import Json, write_json_atomic
 from storage_formats.errors import EdjeError, TaskInterrupted, UsageError
-from storage_formats.format.lock import locked
-from storage_formats.format.remote import open_index
+from storage_formats.format.directory import locked
+from storage_formats.format.manifest import CommittedIndex
 
 _LANGUAGE_FILES = (
     "config.json",
@@ -80,13 +80,13 @@ def run_training(
     inputs = settings.inputs
     with locked(run.folder), resumable(run.folder):
         on_event(StatusMessage("reading captions"))
-        index = open_index(inputs.index)
+        index = CommittedIndex.open(inputs.index)
         features = matching_bundle(index, inputs.model)
         file = run.folder / "train.npy"
         items, hashes, left_out = read_captioned_rows(index, file, inputs.split)
         dev: CaptionedRows | None = None
         if inputs.dev is not None:
-            dev_index = open_index(inputs.dev)
+            dev_index = CommittedIndex.open(inputs.dev)
             # The features of both indexes must come from the same encoder.
             matching_bundle(dev_index, features.path)
             file = run.folder / "dev.npy"
@@ -147,7 +147,9 @@ def _record(
             inputs[name] = _model_digest(path)
     for name in ("miner", "teacher_features"):
         if inputs[name] is not None:
-            inputs[name] = open_index(inputs[name]).manifest.model["fingerprint"]
+            inputs[name] = CommittedIndex.open(inputs[name]).manifest.model[
+                "fingerprint"
+            ]
     inputs["model"] = features.fingerprint
     inputs["index"] = items.digest
     inputs["dev"] = None if dev is None else dev.digest

@@ -153,7 +153,7 @@ def test_a_missed_recall_is_said_by_info_and_by_the_search(root):
     (reason,) = rebuild_reasons(missed)
     assert "finds 66.0 % of the nearest rows instead of 95 %" in reason
     with pytest.warns(RuntimeWarning, match=r"finds 66.0 %"):
-        AnnIndex(CommittedIndex(root, missed))
+        AnnIndex(CommittedIndex(Directory(root), missed))
 
 
 def test_what_gpus_do_gives_the_same_file_and_gpus_without_memory_are_not_used(
@@ -226,7 +226,7 @@ def test_appended_rows_are_compared_one_by_one(root, factory, monkeypatch):
     for start in range(0, 40, 2):
         manifest = appended(root, vectors[start : start + 2], manifest)
     assert manifest.ann == {**before.ann, "rows": 600}
-    index = AnnIndex(CommittedIndex(root, manifest))
+    index = AnnIndex(CommittedIndex(Directory(root), manifest))
     assert len(index) == 598 + 39
     for number, (rows, scores) in enumerate(index.nearest_to_each(vectors[::7], 3)):
         at = 7 * number
