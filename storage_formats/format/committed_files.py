@@ -9,19 +9,16 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from storage_formats.errors import CorruptIndexError, cannot_read
 from storage_formats.format.file_check import EXCHANGED, FileEntry, open_committed
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import ParquetRowGroups
-from storage_formats.format.shard_table import SHARD_TABLE_SCHEMA, table_lines
+from storage_formats.format.shard_table import table_lines
 from storage_formats.threads import fork_safe_lock
 
-_LINE = np.dtype([("shard", "i8"), ("bytes", "i8"), ("crc32c", "u4")])
 # Number of shards that are looked up at once. The lines of 1,024 consecutive shards are
 # in one or a few row groups of a shard table.
 _SHARDS_PER_READ = 1024
@@ -30,28 +27,23 @@ T = TypeVar("T")
 
 
 class CommittedFiles:
-    """Looks up the file entries of one kind of file, for example the rows files, in the
-    shard tables. Thread-safe.
+    """Looks up the file entries of one kind of file, for example the checksum files, in
+    the shard tables. Thread-safe.
 
     A lookup reads the row groups that can contain the requested shards. It keeps in
     memory the length and the checksum of each file of this kind that these row groups
-    list, 20 bytes per shard.
+    list.
 
     Args:
         name: path of the files of this kind, relative to the index, with a field for
-            the shard number. For example `layout.ROWS_FILE`.
+            the shard number. For example `layout.EMBEDDING_FILE`.
     """
 
     def __init__(self, index: CommittedIndex, name: str) -> None:
-        self._spec = index.spec
         self._name = name
-        self._index = index
-        # the opened shard tables, keyed by the position of their segment in
-        # `used_segments`
-        self._tables: dict[int, CommittedTable] = {}
-        # the lines read so far, sorted by shard
-        self._lines = np.empty(0, _LINE)
-        self._shards = self._lines["shard"]
+        self._tables = _SegmentTables(index)
+        # (length, checksum) of each file, by shard
+        self._known: dict[int, tuple[int, int]] = {}
         self._lock = fork_safe_lock()
 
     def files(self, shards: Iterable[int]) -> dict[int, FileEntry]:
@@ -62,59 +54,34 @@ class CommittedFiles:
             CorruptIndexError: a shard table is damaged, or no shard table lists the
                 file of one of `shards`.
         """
-        requested = np.fromiter(shards, dtype=np.int64)
+        requested = list(shards)
+        paths = {shard: self._name.format(shard) for shard in requested}
         with self._lock:
-            missing = requested[~np.isin(requested, self._shards)]
-            if len(missing):
-                self._load(sorted({*missing.tolist()}))
-            lines = self._lines[np.searchsorted(self._shards, requested)]
-        return {
-            shard: FileEntry(self._name.format(shard), length, crc)
-            for shard, length, crc in lines.tolist()
-        }
+            missing = sorted({*requested} - self._known.keys())
+            for _, lines in self._tables.lines(missing, self._own):
+                self._known.update(lines)
+            for shard in missing:
+                if shard not in self._known:
+                    raise CorruptIndexError(
+                        f"no shard table lists {paths[shard]}", remedy="verify"
+                    )
+            return {
+                shard: FileEntry(path, *self._known[shard])
+                for shard, path in paths.items()
+            }
 
-    def _load(self, missing: list[int]) -> None:
-        """Read the lines of the shards `missing` from the shard tables. `missing` must
-        be ascending.
+    def _own(self, group: pa.Table) -> dict[int, tuple[int, int]]:
+        """Return the length and the checksum of each file of this kind that `group`, a
+        row group of a shard table, lists, by shard.
         """
-        parts = [self._lines]
-        segments = self._spec.used_segments
-        tables = self._index.manifest.shard_tables
-        starts = [segment.first_row // self._spec.shard_size for segment in segments]
-        # A shard belongs to the last segment that begins at or before the shard.
-        # `segment` is the position of this segment in `segments`.
-        for segment, shards in itertools.groupby(
-            missing, lambda shard: bisect.bisect_right(starts, shard) - 1
-        ):
-            if segment not in self._tables:
-                self._tables[segment] = CommittedTable(
-                    self._index, tables[segment], "shard"
-                )
-            parts += self._tables[segment].groups(list(shards), self._own)
-        lines = np.concatenate(parts)
-        self._shards, first = np.unique(lines["shard"], return_index=True)
-        self._lines = lines[first]
-        for shard in np.setdiff1d(missing, self._shards).tolist():
-            raise CorruptIndexError(
-                f"no shard table lists {self._name.format(shard)}", remedy="verify"
-            )
-
-    def _own(self, group: pa.Table) -> NDArray[np.void]:
-        """Return the lines of `group`, a row group of a shard table, that belong to
-        files with the name `self._name` of any shard. The result is an array with the
-        fields of `_LINE`.
-        """
-        group = group.select(SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA)
         folder = self._name.rpartition("/")[0] + "/"
-        group = group.filter(pc.starts_with(group["path"], folder))
-        # If pandas is installed, `to_numpy` would import it, which takes 0.25 s.
-        columns = (group[name].to_pylist() for name in SHARD_TABLE_SCHEMA.names)
-        lines = [
-            (shard, length, crc)
-            for shard, path, length, crc in zip(*columns, strict=True)
-            if path == self._name.format(shard)
-        ]
-        return np.array(lines, dtype=_LINE)
+        return {
+            shard: (file.bytes, file.crc32c)
+            for shard, file in table_lines(
+                group.filter(pc.starts_with(group["path"], folder))
+            )
+            if file.path == self._name.format(shard)
+        }
 
 
 def iter_shard_files(
@@ -129,24 +96,45 @@ def iter_shard_files(
     Args:
         shards: shard numbers, ascending. Each shard must belong to a segment.
     """
-    spec = index.spec
-    for segment, entry in zip(
-        spec.used_segments, index.manifest.shard_tables, strict=True
-    ):
-        table = CommittedTable(index, entry, "shard")
-        of_segment = spec.segment_shards(segment)
-        start, stop = (
-            bisect.bisect_left(shards, shard)
-            for shard in (of_segment.start, of_segment.stop)
-        )
-        for first in range(start, stop, _SHARDS_PER_READ):
-            group = list(shards[first : min(first + _SHARDS_PER_READ, stop)])
-            files: dict[int, dict[str, FileEntry]] = {shard: {} for shard in group}
-            for lines in table.groups(group, table_lines):
-                for shard, file in lines:
-                    if shard in files:
-                        files[shard][file.path] = file
-            yield from files.items()
+    tables = _SegmentTables(index)
+    for start in range(0, len(shards), _SHARDS_PER_READ):
+        group = shards[start : start + _SHARDS_PER_READ]
+        files: dict[int, dict[str, FileEntry]] = {shard: {} for shard in group}
+        for of_segment, lines in tables.lines(group, table_lines):
+            for shard, file in lines:
+                if shard in of_segment and shard in files:
+                    files[shard][file.path] = file
+        yield from files.items()
+
+
+class _SegmentTables:
+    """The opened shard tables of an index."""
+
+    def __init__(self, index: CommittedIndex) -> None:
+        self._spec = index.spec
+        self._index = index
+        # keyed by the position of the segment
+        self._opened: dict[int, CommittedTable] = {}
+
+    def lines(
+        self, shards: Sequence[int], convert: Callable[[pa.Table], T]
+    ) -> Iterator[tuple[range, T]]:
+        """Yield (shards of the segment, `convert(group)`) for each row group of the
+        shard tables that can list one of `shards`, which ascend. See
+        `CommittedTable.groups`.
+        """
+        segments = self._spec.used_segments
+        starts = [segment.first_row // self._spec.shard_size for segment in segments]
+        # A shard belongs to the last segment that begins at or before the shard.
+        for number, of_segment in itertools.groupby(
+            shards, lambda shard: bisect.bisect_right(starts, shard) - 1
+        ):
+            if number not in self._opened:
+                entry = self._index.manifest.shard_tables[number]
+                self._opened[number] = CommittedTable(self._index, entry, "shard")
+            in_segment = self._spec.segment_shards(segments[number])
+            for each in self._opened[number].groups(list(of_segment), convert):
+                yield in_segment, each
 
 
 class CommittedTable:

@@ -104,29 +104,17 @@ def read_table(
             missing, or the table would be too large for the length of `data`. An
             undamaged file of distinct rows is never compressed so well.
     """
-    with open_parquet(pa.py_buffer(data)) as file:
-        _check_size(file.metadata, len(data))
-        schema = file.schema_arrow
-        names = schema.names if columns is None else columns
-        names = [name for name in names if name in schema.names or name not in optional]
-        if missing := sorted(set(names) - set(schema.names)):
-            raise ValueError(f"the Parquet file has no column {missing[0]!r}")
-        types = [schema.field(name).type for name in names]
-        # Texts are read after the file is opened a second time, with other options. A
-        # table without texts is read here, because the second opening takes as long as
-        # reading a column.
-        if all(map(pa.types.is_primitive, types)):
-            return file.read(columns=names, use_threads=False).select(names)
-        metadata = file.metadata
-    with pq.ParquetFile(
-        pa.py_buffer(data),
-        metadata=metadata,
-        read_dictionary=_texts(metadata),
-        pre_buffer=False,
-    ) as file:
-        table = file.read(columns=names, use_threads=False).select(names)
-    _check_texts(table, len(data))
-    return table.cast(pa.schema([schema.field(name) for name in names]))
+    file = pa.BufferReader(data)
+    groups = ParquetRowGroups(file, len(data))
+    names = groups.schema.names if columns is None else columns
+    names = [
+        name for name in names if name in groups.schema.names or name not in optional
+    ]
+    if missing := sorted({*names} - {*groups.schema.names}):
+        raise ValueError(f"the Parquet file has no column {missing[0]!r}")
+    schema = pa.schema([groups.schema.field(name) for name in names])
+    tables = [each.select(names) for each in groups.read(file, None, names)]
+    return pa.concat_tables([schema.empty_table(), *tables])
 
 
 class ParquetRowGroups:
@@ -136,8 +124,8 @@ class ParquetRowGroups:
     Args:
         file: the open file, at position 0.
         length: length of the file in bytes.
-        column: name of the integer column. Row groups without statistics for this
-            column are always read.
+        column: name of the integer column; None reads all row groups. Row groups
+            without statistics for this column are always read.
 
     Raises:
         ValueError: there is no integer column of this name, or the file declares a
@@ -145,15 +133,18 @@ class ParquetRowGroups:
         OSError, pyarrow.ArrowException: the file is damaged, or is not a Parquet file.
     """
 
-    def __init__(self, file: BinaryIO, length: int, column: str) -> None:
+    def __init__(self, file: BinaryIO, length: int, column: str | None = None) -> None:
         with pq.ParquetFile(file, pre_buffer=False) as opened:
             self._metadata = opened.metadata
-            self._schema = opened.schema_arrow
-        index = self._schema.get_field_index(column)
-        if index < 0 or not pa.types.is_integer(self._schema.field(index).type):
-            raise ValueError(f"the Parquet file has no integer column {column!r}")
+            self.schema = opened.schema_arrow
         _check_size(self._metadata, length)
         self._length = length
+        self._column = column
+        if column is None:
+            return
+        index = self.schema.get_field_index(column)
+        if index < 0 or not pa.types.is_integer(self.schema.field(index).type):
+            raise ValueError(f"the Parquet file has no integer column {column!r}")
         groups = [
             self._metadata.row_group(group).column(index)
             for group in range(self._metadata.num_row_groups)
@@ -186,7 +177,7 @@ class ParquetRowGroups:
         Raises:
             OSError, ValueError, pyarrow.ArrowException: the file is damaged.
         """
-        groups = list(range(len(self._spans)))
+        groups = list(range(self._metadata.num_row_groups))
         if values is not None:
             # `after_min` is the number of values below the minimum of each row group,
             # and `after_max` the number of values up to and including its maximum. If
@@ -196,7 +187,7 @@ class ParquetRowGroups:
             after_max = np.searchsorted(ascending, self._spans[:, 1], side="right")
             groups = np.flatnonzero(after_max > after_min).tolist()
         fields = [
-            field for field in self._schema if columns is None or field.name in columns
+            field for field in self.schema if columns is None or field.name in columns
         ]
         schema = pa.schema(fields)
         opened = pq.ParquetFile(
@@ -206,16 +197,23 @@ class ParquetRowGroups:
             pre_buffer=False,
             page_checksum_verification=True,
         )
+        text_bytes = 0
         for group in groups:
             table = opened.read_row_group(group, schema.names, use_threads=False)
-            _check_texts(table, self._length)
+            # A reader without a key column keeps the row groups in memory.
+            text_bytes = _text_bytes(table) + (self._column is None) * text_bytes
+            if text_bytes > max(_SMALL_BYTES, _MAX_TEXT_EXPANSION * self._length):
+                raise ValueError(
+                    f"the Parquet file is damaged: the texts would take {text_bytes}"
+                    f" bytes in memory, but the file has only {self._length} bytes"
+                )
             yield table.select(schema.names).cast(schema)
 
 
 def _texts(metadata: pq.FileMetaData) -> list[str]:
     """Return the paths of the columns that hold texts. Such columns are read as
     dictionary arrays, in which a text that many rows share is in memory only once.
-    `_check_texts` then checks the size before the texts are repeated.
+    Their size is then checked before the texts are repeated.
     """
     # Each access to `metadata.schema` makes a new object.
     schema = metadata.schema
@@ -228,9 +226,9 @@ def _texts(metadata: pq.FileMetaData) -> list[str]:
     ]
 
 
-def _check_texts(table: pa.Table, length: int) -> None:
-    """Raise ValueError if the texts of `table`, repeated for each row, would take far
-    more memory than the file, which has `length` bytes.
+def _text_bytes(table: pa.Table) -> int:
+    """Return the number of bytes that the texts of `table` take if they are repeated
+    for each row.
     """
     values = (
         pc.list_flatten(column) if pa.types.is_list(column.type) else column
@@ -245,12 +243,7 @@ def _check_texts(table: pa.Table, length: int) -> None:
     lengths = [
         pc.binary_length(chunk.dictionary).take(chunk.indices) for chunk in chunks
     ]
-    total = sum(pc.sum(each).as_py() or 0 for each in lengths)
-    if total > max(_SMALL_BYTES, _MAX_TEXT_EXPANSION * length):
-        raise ValueError(
-            f"the Parquet file is damaged: the texts would take {total} bytes in"
-            f" memory, but the file has only {length} bytes"
-        )
+    return sum(pc.sum(each).as_py() or 0 for each in lengths)
 
 
 def _check_size(metadata: pq.FileMetaData, length: int) -> None:

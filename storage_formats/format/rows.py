@@ -21,8 +21,6 @@ from storage_formats.format.committed_files import CommittedTable
 from storage_formats.format.file_check import (
     FileEntry,
     check_content,
-    check_file,
-    refuse,
 )
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
@@ -88,8 +86,6 @@ VALUE_SCHEMA = pa.schema(
 )
 """Columns of a table of new values, see `with_values`."""
 _HASH_DIGITS = 64
-# No writer writes so many rows to one file.
-_MANY_ROWS = 1 << 24
 # number of files of `rows/` that are downloaded in parallel
 _FILES_AT_ONCE = 16
 
@@ -397,46 +393,33 @@ def iter_row_groups(
         if number % _FILES_AT_ONCE == 0:
             soon = positions[number : number + _FILES_AT_ONCE]
             index.fetch([rows_files[each].file for each in soon])
-        first_shard = rows_files[position].first_shard
-        ranges = spec.used_ranges(first_shard, index.manifest.stop_shard(position))
-        if sum(map(len, ranges)) > _MANY_ROWS:
-            # A file has more bytes than rows. Before memory is taken for so many rows,
-            # compare its length with that in the manifest.
-            file = rows_files[position].file
-            refuse(file.path, check_file(index.root, file, only_length=True))
-        # `np.array` would convert a range number by number.
-        parts = [np.arange(each.start, each.stop) for each in ranges]
-        expected = np.concatenate(parts)
-        wanted = expected
-        if row_ids is not None:
-            limits = [expected[0], expected[-1] + 1]
-            start, stop = np.searchsorted(row_ids, limits).tolist()
-            wanted = row_ids[start:stop]
-        yield from _groups(index, position, fields, expected, wanted, row_ids is None)
+        yield from _groups(index, position, fields, row_ids)
 
 
 def _groups(
-    index: CommittedIndex,
-    position: int,
-    schema: pa.Schema,
-    expected: Ints,
-    wanted: Ints,
-    reads_all: bool,
+    index: CommittedIndex, position: int, schema: pa.Schema, row_ids: Ints | None
 ) -> Iterator[pa.Table]:
-    """Yield row groups of one rows file, with the columns of `schema`.
-
-    Args:
-        expected: row ids of all rows that the file must have.
-        wanted: row ids of the rows that are read, see `iter_row_groups`.
+    """Yield row groups of one rows file, with the columns of `schema`. For `row_ids`,
+    see `iter_row_groups`.
     """
-    file = index.manifest.rows_files[position].file
-    found = 0
+    file = index.manifest.rows_files[position]
+    ranges = index.spec.used_ranges(
+        file.first_shard, index.manifest.stop_shard(position)
+    )
+    wanted = None
+    rows_left = sum(map(len, ranges))
+    if row_ids is not None:
+        limits = [ranges[0].start, ranges[-1].stop]
+        start, stop = np.searchsorted(row_ids, limits).tolist()
+        wanted = row_ids[start:stop]
+        rows_left = len(wanted)
+    next_row = 0
 
     def convert(group: pa.Table) -> pa.Table:
-        nonlocal found
+        nonlocal rows_left, next_row
         table = cast_columns(group, schema)
-        row_ids = row_ids_of(table)
-        if not len(row_ids):
+        ids = row_ids_of(table)
+        if not len(ids):
             raise ValueError("it has a row group without rows")
         if "content_hash" in table.column_names:
             hashes = table["content_hash"].drop_null()
@@ -444,20 +427,34 @@ def _groups(
             is_hash = pc.and_(is_long, pc.string_is_ascii(hashes))
             if len(hashes) and not pc.all(is_hash).as_py():
                 raise ValueError("a content hash is not one of SHA-256")
-        start = int(np.searchsorted(expected, row_ids[0]))
-        if not np.array_equal(expected[start : start + len(row_ids)], row_ids):
-            raise ValueError("its rows are not those of its shards")
-        limits = [row_ids[0], row_ids[-1] + 1]
-        first, stop = np.searchsorted(wanted, limits).tolist()
-        if first != found:
-            raise ValueError("its rows do not ascend")
-        found = stop
+        first = int(ids[0])
+        stop = int(ids[-1]) + 1
+        expected = [
+            range(max(each.start, first), min(each.stop, stop)) for each in ranges
+        ]
+        # Compare the numbers first: these ranges may have more rows than fit in memory.
+        if (
+            first < next_row
+            or sum(map(len, expected)) != len(ids)
+            # `np.array` would convert a range number by number.
+            or not np.array_equal(
+                np.concatenate([np.arange(each.start, each.stop) for each in expected]),
+                ids,
+            )
+        ):
+            raise ValueError("its rows are not those of its shards, or do not ascend")
+        next_row = stop
+        found = len(ids)
+        if wanted is not None:
+            before, after = np.searchsorted(wanted, [first, stop]).tolist()
+            found = after - before
+        rows_left -= found
         return table
 
-    table = CommittedTable(index, file, "row_id")
-    values = None if reads_all else wanted.tolist()
+    table = CommittedTable(index, file.file, "row_id")
+    values = None if wanted is None else wanted.tolist()
     yield from table.groups(values, convert, schema.names)
-    if found != len(wanted):
+    if rows_left:
         raise CorruptIndexError(
             f"{table.path} does not list all rows of its shards", remedy="verify"
         )
