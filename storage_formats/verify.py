@@ -7,27 +7,42 @@ import contextlib
 import functools
 import itertools
 import json
+import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+
+from storage_formats.arrays import Bools
 from storage_formats.cache import cache_directory
+from storage_formats.codecs import Codec, codec, fill_record
 from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.format.checksum import crc32c_rows, read_checksums
 from storage_formats.format.committed_files import iter_shard_files
-from storage_formats.format.file_check import FileEntry, Problem, check_file
-from storage_formats.format.layout import ROOT
+from storage_formats.format.file_check import FileEntry, Problem, check_file, difference
+from storage_formats.format.index_files import IndexFile
+from storage_formats.format.layout import ROOT, IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import (
     CommittedIndex,
     Counts,
+    Manifest,
     kept_snapshots,
     named_files,
 )
 from storage_formats.format.places import open_place
-from storage_formats.format.rows import iter_row_groups, read_index_rows
-from storage_formats.format.zarr_metadata import zarr_documents
+from storage_formats.format.rows import (
+    DUPLICATE,
+    INDEXED,
+    failures_by_reason,
+    iter_row_groups,
+    read_index_rows,
+)
+from storage_formats.format.zarr_metadata import shard_index_bytes, zarr_documents
+from storage_formats.reading.embeddings import read_shard_embeddings
 from storage_formats.remote.urls import IndexLocation, is_url
-from storage_formats.shard_check import check_shard, shard_paths
 from storage_formats.threads import ordered_map
 from storage_formats.writing.publish import add_counts
 
@@ -35,6 +50,7 @@ from storage_formats.writing.publish import add_counts
 # data (docs/lab/fetch.md).
 _THREADS = 4
 _MAX_ZARR_BYTES = 1 << 20
+_PIECE_BYTES = 8 << 20
 _PROBLEMS_SHOWN = 3
 # Files that no snapshot names: a conversion leaves the earlier shard tables for readers
 # that have the index open.
@@ -190,6 +206,168 @@ def _check_shard(
         return check_shard(layout, manifest, shard, files, rows)
 
 
+def shard_paths(layout: Layout, spec: IndexSpec, shard: int) -> list[str]:
+    """Return the paths of the files of a shard, relative to the index."""
+    paths = [layout.embedding_shard(shard)]
+    for name in spec.precisions:
+        ndim = len(codec(name, spec.block_shape).record_shape)
+        paths += [layout.token_shard(name, shard, ndim), layout.checksums(name, shard)]
+    return [layout.relative(path) for path in paths]
+
+
+def check_shard(
+    layout: Layout,
+    manifest: Manifest,
+    shard: int,
+    files: Mapping[str, FileEntry],
+    rows: pa.Table | None,
+) -> tuple[list[Problem], Counts]:
+    """Check all files of a shard.
+
+    Args:
+        files: entries of the shard in the shard table, keyed by path.
+        rows: the columns `status` and `reason` of the rows of the shard; None if they
+            cannot be read.
+
+    Returns:
+        The problems, and the counts of the inputs of the shard. Without `rows`, all
+        counts are 0.
+    """
+    spec = manifest.spec
+    expected = shard_paths(layout, spec, shard)
+    problems = list[Problem]()
+    for path in expected:
+        if path not in files:
+            problems.append(
+                Problem(path, "shard-table", "is not listed in the shard table")
+            )
+        elif problem := check_file(layout.root, files[path]):
+            problems.append(problem)
+    for path in sorted(files.keys() - set(expected)):
+        problems.append(
+            Problem(
+                path,
+                "shard-table",
+                "is in the shard table, but does not belong to this index",
+            )
+        )
+
+    counts = Counts(0, 0, 0)
+    indexed = None
+    if rows is not None:
+        statuses = rows["status"].to_pylist()
+        counts = Counts(
+            len(rows),
+            statuses.count(INDEXED),
+            statuses.count(DUPLICATE),
+            failures_by_reason(rows),
+        )
+        indexed = np.array([status == INDEXED for status in statuses])
+        if problem_of_counts := counts.problem():
+            where = f"shard {shard} of the rows"
+            problems.append(Problem(where, "counts", problem_of_counts))
+    for name in spec.precisions:
+        problems += _check_tokens(
+            layout, spec, shard, codec(name, spec.block_shape), indexed
+        )
+    if indexed is not None:
+        problems += _check_embeddings(layout, spec, shard, indexed)
+    return problems, counts
+
+
+def _check_tokens(
+    layout: Layout,
+    spec: IndexSpec,
+    shard: int,
+    token_codec: Codec,
+    indexed: Bools | None,
+) -> Iterator[Problem]:
+    """Check each record of a token file against its CRC-32C, and the holes and the
+    shard index against the rows table.
+
+    Args:
+        indexed: bool [rows], which rows of the shard are indexed. None if the rows
+            table cannot be read; then holes and the shard index are not checked.
+    """
+    path = layout.token_shard(token_codec.name, shard, len(token_codec.record_shape))
+    rows = spec.shard_rows(shard)
+    where = layout.relative(path)
+    size = token_codec.record_bytes
+    index_offset, length = padded_shard_bytes(len(rows), spec.shard_size, size)
+    try:
+        checksums = read_checksums(layout, token_codec.name, shard, len(rows))
+        with IndexFile(layout.root, path) as file:
+            if os.fstat(file.fileno()).st_size != length:
+                # `check_file` reports the wrong length.
+                return
+            step = max(1, _PIECE_BYTES // size)
+            for first in range(0, len(rows), step):
+                count = min(step, len(rows) - first)
+                records = np.fromfile(file, dtype=np.uint8, count=count * size).reshape(
+                    count, size
+                )
+                for position in first + np.flatnonzero(
+                    crc32c_rows(records) != checksums[first : first + count]
+                ):
+                    message = f"has a damaged block for row {rows.start + position}"
+                    yield Problem(where, "block-checksum", message)
+                # Without the rows table, no position is known to be a hole.
+                is_indexed = (
+                    np.ones(count, np.bool_)
+                    if indexed is None
+                    else indexed[first : first + count]
+                )
+                for position in np.flatnonzero(~is_indexed):
+                    if not (records[position] == fill_record(token_codec)[0]).all():
+                        message = (
+                            f"has data for row {rows.start + first + position}, which"
+                            " is a hole"
+                        )
+                        yield Problem(where, "hole", message)
+            file.seek(index_offset)
+            index = file.read()
+    except (OSError, CorruptIndexError):
+        # `check_file` reports files that cannot be read.
+        return
+    if indexed is None:
+        return
+    present = np.zeros(spec.shard_size, dtype=np.bool_)
+    present[: len(rows)] = indexed
+    if index != shard_index_bytes(present, size):
+        yield Problem(
+            where, "shard-index", "has a shard index that does not match the rows table"
+        )
+
+
+def _check_embeddings(
+    layout: Layout, spec: IndexSpec, shard: int, indexed: Bools
+) -> Iterator[Problem]:
+    """Check that the rows `indexed`, bool [rows], have embeddings, and that all other
+    rows have none.
+    """
+    where = layout.relative(layout.embedding_shard(shard))
+    try:
+        values = read_shard_embeddings(layout, spec, shard)
+    except CorruptIndexError:
+        # `check_file` reports the damaged file.
+        return
+    finite = np.asarray(np.isfinite(values).all(axis=1))
+    for position in np.flatnonzero(finite != indexed):
+        row_id = spec.shard_rows(shard).start + position
+        if finite[position]:
+            yield Problem(
+                where,
+                "embedding",
+                f"has an embedding for row {row_id}, which is a hole",
+            )
+        else:
+            yield Problem(
+                where,
+                "embedding",
+                f"has no embedding for row {row_id}, which is indexed",
+            )
+
+
 def _check_rows(index: CommittedIndex, position: int) -> Problem | None:
     """Check the rows file at `position` in `rows_files`."""
     entry = index.manifest.rows_files[position].file
@@ -203,17 +381,11 @@ def _check_rows(index: CommittedIndex, position: int) -> Problem | None:
 
 
 @contextlib.contextmanager
-def files_here(
-    index: CommittedIndex, entries: Collection[FileEntry], *, only_length: bool = False
-) -> Iterator[None]:
+def files_here(index: CommittedIndex, entries: Collection[FileEntry]) -> Iterator[None]:
     """Context manager in which the files `entries` of `index` are on this machine.
 
     Objects of an object store are downloaded, even if they are damaged, so that
     `check_file` can report them. The local files are removed at the end.
-
-    Args:
-        only_length: True creates sparse files with the lengths of the objects instead
-            of downloading the objects.
     """
     if index.remote is None:
         yield
@@ -227,7 +399,7 @@ def files_here(
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "wb") as file:
-                if only_length or info.size > entry.bytes:
+                if info.size > entry.bytes:
                     file.truncate(info.size)
                     continue
                 # The object may have been removed or shortened since `info` was read.
@@ -306,17 +478,15 @@ def _check_own_files(index: CommittedIndex) -> Iterator[Problem]:
         )
 
 
-def _check_file(
-    index: CommittedIndex, entry: FileEntry, *, only_length: bool = False
-) -> Problem | None:
+def _check_file(index: CommittedIndex, entry: FileEntry) -> Problem | None:
     """Compare the length and the CRC-32C of a file or an object with its entry."""
-    with files_here(index, [entry], only_length=only_length):
-        return check_file(index.root, entry, only_length=only_length)
+    with files_here(index, [entry]):
+        return check_file(index.root, entry)
 
 
 def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
     """Compare the lengths and the checksums of all files of a snapshot with their
-    entries. Memory use does not depend on the number of files.
+    entries.
 
     Args:
         only_lengths: True does not compare checksums, but checks each `zarr.json`.
@@ -325,26 +495,22 @@ def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
         CorruptIndexError: a file is missing or differs from its entry.
     """
 
-    def check(entries: Collection[FileEntry]) -> list[Problem]:
-        checks = (
-            _check_file(index, each, only_length=only_lengths) for each in entries
-        )
-        return [problem for problem in checks if problem]
+    entries = sorted(named_files(index), key=lambda entry: entry.path)
+    lengths = index.place.lengths(entries) if only_lengths else {}
 
-    shards = list(index.spec.shard_numbers())
-    groups = itertools.chain(
-        (files.values() for _, files in iter_shard_files(index, shards)),
-        [index.manifest.own_files],
+    def check(entry: FileEntry) -> Problem | None:
+        if not only_lengths:
+            return _check_file(index, entry)
+        if entry.path not in lengths:
+            return Problem(entry.path, "missing-file", "does not exist")
+        return difference(entry, lengths[entry.path])
+
+    found: Iterable[Problem] = filter(
+        None, ordered_map(check, entries, _THREADS, 2 * _THREADS)
     )
-    problems = [
-        f"{problem.path} {problem.message}"
-        for group_problems in ordered_map(check, groups, _THREADS, 2 * _THREADS)
-        for problem in group_problems
-    ]
     if only_lengths:
-        problems += [
-            f"{problem.path} {problem.message}" for problem in _check_metadata(index)
-        ]
+        found = itertools.chain(found, _check_metadata(index))
+    problems = [f"{problem.path} {problem.message}" for problem in found]
     if problems:
         rest = (
             f"; and {len(problems) - _PROBLEMS_SHOWN} more"

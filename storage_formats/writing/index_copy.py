@@ -22,9 +22,9 @@ from storage_formats.atomic import (
 )
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError, cannot_read
 from storage_formats.format.checksum import crc32c, crc32c_file, to_hex
+from storage_formats.format.directory import Directory
 from storage_formats.format.file_check import (
     FileEntry,
-    check_file,
     checked_pieces,
     difference,
     refuse,
@@ -89,7 +89,7 @@ def copy_to_directory(index: CommittedIndex, entry: FileEntry, root: Path) -> bo
     `begin_index` first, which creates `build/staging/`.
     """
     path = root / entry.path
-    if check_file(root, entry, only_length=True) is None:
+    if Directory(root).lengths([entry]).get(entry.path) == entry.bytes:
         return False
     make_directories(path.parent)
     # If this process is killed, the temporary file remains until `build/` is removed.

@@ -18,7 +18,7 @@ from storage_formats.format.manifest import Manifest, Snapshot
 from storage_formats.format.places import Directory
 from storage_formats.format.rows import RowEntry
 from storage_formats.format.shard_table import read_shard_table
-from storage_formats.shard_check import check_shard
+from storage_formats.verify import check_shard
 from tests.conftest import write_random_index
 
 SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(4, 16), embed_dim=6)
