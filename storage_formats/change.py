@@ -328,7 +328,7 @@ class IndexChange(Change):
 
         The steps are, in this order:
 
-        1. If the arrays grow or a precision is new, write the `zarr.json` files.
+        1. Unless the arrays shrink, write the `zarr.json` files that differ.
         2. If `manifest` is a new snapshot, copy the current `index.json` to
            `snapshots/`.
         3. Replace `index.json`.
@@ -343,8 +343,8 @@ class IndexChange(Change):
         current = self.index.manifest
         before = current.spec
         after = manifest.spec
-        added = {*after.precisions} - {*before.precisions}
-        if after.rows > before.rows or added:
+        shrinks = after.rows < before.rows
+        if not shrinks:
             # Arrays grow before the commit, because a reader of the new manifest needs
             # the new shapes.
             write_array_shapes(layout, after)
@@ -358,10 +358,10 @@ class IndexChange(Change):
         # an erasure has created this directory
         if layout.erased.exists():
             layout.move_erased()
-        # This call writes a shape only if it still differs, which is so for arrays that
-        # shrink. They shrink after the commit, because a reader of the old manifest may
-        # still read rows that the new manifest does not have.
-        write_array_shapes(layout, after)
+        if shrinks:
+            # Arrays shrink after the commit, because a reader of the old manifest may
+            # still read rows that the new manifest does not have.
+            write_array_shapes(layout, after)
         drops_snapshots = (manifest.snapshot.oldest or 0) > (
             current.snapshot.oldest or 0
         )
@@ -526,11 +526,6 @@ def collect_garbage(
         change = IndexChange(layout, CommittedIndex.at(layout), "gc", None)
         if earlier is not None:
             _discard(change, earlier, notify)
-        # Only earlier formats have these files. An upgrade that was killed leaves them.
-        for name in ("filters", "hashes"):
-            layout.remove(layout.names(layout.root / name))
-            shutil.rmtree(layout.root / name, ignore_errors=True)
-        layout.remove([layout.root / "verified.bin"])
         remove_build(layout)
         current = change.index.manifest
         numbers = earlier_snapshots(layout, current)

@@ -354,18 +354,10 @@ def _check_embeddings(
     finite = np.asarray(np.isfinite(values).all(axis=1))
     for position in np.flatnonzero(finite != indexed):
         row_id = spec.shard_rows(shard).start + position
-        if finite[position]:
-            yield Problem(
-                where,
-                "embedding",
-                f"has an embedding for row {row_id}, which is a hole",
-            )
-        else:
-            yield Problem(
-                where,
-                "embedding",
-                f"has no embedding for row {row_id}, which is indexed",
-            )
+        problem = "an embedding for row {}, which is a hole"
+        if not finite[position]:
+            problem = "no embedding for row {}, which is indexed"
+        yield Problem(where, "embedding", f"has {problem.format(row_id)}")
 
 
 def _check_rows(index: CommittedIndex, position: int) -> Problem | None:
@@ -446,19 +438,14 @@ def _check_own_files(index: CommittedIndex) -> Iterator[Problem]:
     `zarr.json`, which `_problems` checks.
     """
     manifest = index.manifest
-    try:
-        _ = index.deleted
-    except CorruptIndexError as error:
-        yield Problem(
-            manifest.snapshot.deleted.path if manifest.snapshot.deleted else "",
-            "deleted-rows",
-            str(error),
-        )
-    try:
-        _ = index.removed
-    except CorruptIndexError as error:
-        path = manifest.removed.path if manifest.removed else ""
-        yield Problem(path, "removed-inputs", str(error))
+    for name, file, code in (
+        ("deleted", manifest.snapshot.deleted, "deleted-rows"),
+        ("removed", manifest.removed, "removed-inputs"),
+    ):
+        try:
+            getattr(index, name)
+        except CorruptIndexError as error:
+            yield Problem(file.path if file else "", code, str(error))
     for entry in (*manifest.offset_files, *manifest.shard_tables):
         if problem := _check_file(index, entry):
             yield problem

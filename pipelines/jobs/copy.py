@@ -63,7 +63,7 @@ from storage_formats.format.rows import (
     iter_rows,
     read_index_rows,
 )
-from storage_formats.format.source_columns import MAX_COLUMNS, merge_columns
+from storage_formats.format.source_columns import MAX_COLUMNS, CountedColumns
 from storage_formats.format.tombstones import (
     check_row_ids,
     check_rows_in_use,
@@ -219,7 +219,9 @@ def rewrite(
         segments=tuple(segments) if len(segments) > 1 else (),
     )
     columns = sorted(
-        merge_columns(*(manifest.columns for manifest in manifests)),
+        CountedColumns(
+            column for manifest in manifests for column in manifest.columns
+        ).columns(),
         key=lambda column: column.name,
     )
     if len(columns) > MAX_COLUMNS:

@@ -204,13 +204,8 @@ class IndexSpec:
         """
         if not 0 <= shard < self.shards:
             raise UsageError(f"shard must be in 0..{self.shards - 1}, got {shard}")
-        first = shard * self.shard_size
-        used = self.used_segments
-        # `before` is the number of segments that begin at or before the shard. Only the
-        # last of them can contain the shard.
-        before = bisect.bisect_right(used, first, key=lambda each: each.first_row)
-        stop = used[before - 1].stop if before else 0
-        return range(first, max(first, min(first + self.shard_size, stop)))
+        ranges = self.used_ranges(shard, shard + 1)
+        return ranges[0] if ranges else range(0)
 
 
 def padded_shard_bytes(

@@ -11,7 +11,7 @@ import datetime
 import functools
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -139,38 +139,28 @@ def captions_of(row: Mapping[str, Any]) -> list[str]:
     return value if isinstance(value, list) else [value]
 
 
-def merge_columns(*tables: Iterable[SourceColumn]) -> tuple[SourceColumn, ...]:
-    """Return the columns of all `tables`. Columns of the same name are merged to one
-    with the kinds of all of them and the sum of their `values`.
-    """
-    merged: dict[str, SourceColumn] = {}
-    for column in (column for table in tables for column in table):
-        other = merged.get(column.name, SourceColumn(column.name, (), 0))
-        kinds = tuple(sorted({*other.kinds, *column.kinds}))
-        merged[column.name] = SourceColumn(
-            column.name, kinds, other.values + column.values
-        )
-    return tuple(merged.values())
-
-
 class CountedColumns:
     """Collects the kinds and counts the values of source columns, value by value.
 
     Args:
-        earlier: columns to which the counted values are added.
+        earlier: columns to which the counted values are added. Columns of the same
+            name are merged to one.
 
     Attributes:
         kinds: kinds of the values so far, by column name.
         values: number of values so far, by column name.
     """
 
-    def __init__(self, earlier: Collection[SourceColumn] = ()) -> None:
-        self.kinds = {column.name: set(column.kinds) for column in earlier}
-        self.values = Counter({column.name: column.values for column in earlier})
+    def __init__(self, earlier: Iterable[SourceColumn] = ()) -> None:
+        self.kinds = defaultdict[str, set[str]](set)
+        self.values = Counter[str]()
+        for column in earlier:
+            self.kinds[column.name].update(column.kinds)
+            self.values[column.name] += column.values
 
     def count(self, name: str, value: Value) -> None:
         """Count one more value of the column `name`."""
-        self.kinds.setdefault(name, set()).add(kind_of(value))
+        self.kinds[name].add(kind_of(value))
         self.values[name] += 1
 
     def columns(self) -> tuple[SourceColumn, ...]:
