@@ -20,15 +20,13 @@ from typing import Any
 import pyarrow as pa
 
 from storage_formats.atomic import Json, fsync_path, json_bytes
+from storage_formats.change import remove_what_is_not_kept
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.directory import Directory
 from storage_formats.format.file_check import FileEntry, committed_content
 from storage_formats.format.index_files import read_index_file
-from storage_formats.format.journal import (
-    manifest_digest,
-    read_journal,
-)
+from storage_formats.format.journal import manifest_digest, read_journal
 from storage_formats.format.layout import FORMAT_VERSION, IndexSpec
 from storage_formats.format.manifest import (
     MAX_MANIFEST_BYTES,
@@ -41,7 +39,6 @@ from storage_formats.format.rows import SOURCE_VALUES, VALUE_SCHEMA
 from storage_formats.format.shard_table import read_shard_table, write_shard_table
 from storage_formats.format.source_columns import SourceColumn, source_values_text
 from storage_formats.format.zarr_metadata import zarr_documents
-from storage_formats.garbage import remove_what_is_not_kept
 from storage_formats.remote.urls import IndexLocation, local_path
 from storage_formats.writing.publish import write_removed
 from storage_formats.writing.rows_files import write_rows_files

@@ -22,11 +22,7 @@ from storage_formats import (
     verify_index,
 )
 from storage_formats.atomic import private_path
-from storage_formats.change import (
-    UnfinishedChangeError,
-    begin_change,
-    collect_garbage,
-)
+from storage_formats.change import UnfinishedChangeError, begin_change, collect_garbage
 from storage_formats.format.directory import locked
 from storage_formats.format.journal import Journal, read_journal, unfinished_journal
 from storage_formats.format.places import Directory
