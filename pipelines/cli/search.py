@@ -14,6 +14,7 @@ from edje_index.scoring.weights import BUNDLE_SCORE, PART_NAMES, WEAK_RELEVANCE
 from pipelines.cli.command import Job, command
 from pipelines.cli.output import note, print_json, print_line, wants_json
 from pipelines.collector import paused_collector
+from storage_formats.arguments import as_number
 from storage_formats.errors import UsageError
 from storage_formats.remote.urls import IndexLocation
 
@@ -121,6 +122,7 @@ def search(
         csv: also write the hits to a table for spreadsheets: CSV, or Parquet if the
             name ends in .parquet.
     """
+    as_number(min_relevance, "min_relevance", most=1.0)
     sources = {"--texts": texts, "--image": image, "--queries": queries}
     if sum(query is not None for query in (text, queries, image)) != 1:
         raise UsageError("give one of TEXT, --queries FILE and --image FILE")
