@@ -275,7 +275,7 @@ def test_what_is_no_index_is_refused(server, stored):
     ):
         TokenStore.open(URL, engine="portable")
     overwrite("s3://bucket/begun", "build/claim.json", b"{}")
-    with pytest.raises(IncompleteIndexError, match="has not finished"):
+    with pytest.raises(IncompleteIndexError, match="is unfinished"):
         TokenStore.open("s3://bucket/begun")
     overwrite("s3://bucket/noise", "index.json", b"\xff\xfe{")
     with pytest.raises(CorruptIndexError, match="s3://bucket/noise/index"):
