@@ -120,7 +120,7 @@ class Codec:
     __repr__ = repr_of("name", "block_shape")
 
     def decode_at(self, memory: Bytes, moves: Moves, bits: Bits) -> None:
-        """Decode records on the calling thread.
+        """Decode records of a precision with scales on the calling thread.
 
         The numbers in `moves` are not checked. A wrong offset reads memory outside
         `memory`, and a wrong index of a block writes memory outside `bits`.
@@ -132,11 +132,6 @@ class Codec:
                 it is decoded. The indices are distinct.
             bits: bits of the decoded blocks, uint16 [n * m * d].
         """
-        if not self.has_offset:
-            copies = bits.view(np.uint8).reshape(-1, self.record_bytes)
-            for offset, index in np.stack(moves, axis=1).tolist():
-                copies[index] = memory[offset : offset + self.record_bytes]
-            return
         from storage_formats.codecs.kernels import decoder
 
         decode = decoder(self.form, self.offset is not None)
@@ -213,6 +208,9 @@ class Codec:
         shape = (len(records), *self.block_shape)
         out = np.empty(shape, dtype=BF16) if out is None else out
         check_out(out, shape)
+        if not self.has_offset:
+            out.view(np.uint8).reshape(records.shape)[:] = records
+            return out
         order = np.arange(len(records))
         offsets = order * self.record_bytes
         flat = np.ascontiguousarray(records).reshape(-1)

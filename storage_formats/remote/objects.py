@@ -111,14 +111,11 @@ class ObjectVersion:
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """Length in bytes and metadata of an object, and the identifiers of its
-    version, see `ObjectVersion`.
-    """
+    """Length in bytes, metadata and ETag of an object."""
 
     size: int
     metadata: Mapping[str, str]
     etag: str | None
-    version: str | None
 
 
 @dataclass(frozen=True)
@@ -229,20 +226,15 @@ class ObjectFolder:
             yield self.read_range(key, start, min(length, start + CHUNK_BYTES))
 
     def info(self, key: str) -> ObjectInfo | None:
-        """Return the length, the metadata and the identifiers of an object; None if
-        there is no such object.
+        """Return the length, the metadata and the ETag of an object; None if there is
+        no such object.
         """
         import obstore
 
         def get() -> ObjectInfo:
             result = obstore.get(self.store, key, options={"head": True})
             metadata = {str(name): value for name, value in result.attributes.items()}
-            return ObjectInfo(
-                result.meta["size"],
-                metadata,
-                result.meta["e_tag"],
-                result.meta["version"],
-            )
+            return ObjectInfo(result.meta["size"], metadata, result.meta["e_tag"])
 
         try:
             return self._repeated(key, get)
