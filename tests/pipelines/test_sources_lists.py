@@ -213,30 +213,14 @@ def test_caption_files(tmp_path):
             captions_in(unusable)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv"])
-def test_consecutive_lines_of_one_image_give_all_its_captions(tmp_path, suffix):
-    names = ("image", "caption", "n", "split")
-    rows = [
-        ("a", "one", 1, "dev"),
-        ("a", "two", 2, "dev"),
-        ("a", "one", 3, "dev"),
-        ("a", "three", 4, "test"),
-        ("b", "four", 5, "dev"),
-    ]
-    records = [dict(zip(names, row, strict=True)) for row in rows]
-    path = tmp_path / f"list{suffix}"
-    if suffix in (".csv", ".tsv"):
-        with path.open("w", newline="") as file:
-            delimiter = "," if suffix == ".csv" else "\t"
-            writer = csv.DictWriter(file, list(records[0]), delimiter=delimiter)
-            writer.writeheader()
-            writer.writerows(records)
-    elif suffix == ".json":
-        path.write_text(json.dumps(records))
-    else:
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = [(ref.metadata["caption"], int(ref.metadata["n"])) for ref in scan(path)]
-    assert found == [(["one", "two"], 1), ("three", 4), ("four", 5)]
+def test_consecutive_lines_of_one_image_give_all_its_captions(tmp_path):
+    path = tmp_path / "list.csv"
+    path.write_text(
+        "image,caption,n,split\na,one,1,dev\na,two,2,dev\na,one,3,dev\na,three,4,test\n"
+        "b,four,5,dev\n"
+    )
+    found = [(ref.metadata["caption"], ref.metadata["n"]) for ref in scan(path)]
+    assert found == [(["one", "two"], "1"), ("three", "4"), ("four", "5")]
 
 
 def test_the_first_line_may_lack_the_path(tmp_path):
