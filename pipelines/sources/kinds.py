@@ -485,10 +485,10 @@ class TableSource(Source):
     def __post_init__(self) -> None:
         super().__post_init__()
         name = file_name(self.spec)
+        # For standard input, this is the working directory.
         self._directory = os.path.dirname(self.path)
         if self.spec == STANDARD_INPUT:
             self.path = b"-"
-            self._directory = os.fsencode(os.getcwd())
         elif name != self.spec:
             self._directory = os.path.dirname(os.fsencode(name))
         self.table = Table(
