@@ -12,7 +12,6 @@ or finished shards, any other change is refused until it is finished or discarde
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import datetime
 import errno
@@ -81,23 +80,30 @@ class UnfinishedChangeError(EdjeError):
     """Another change of the index was stopped, and has a plan or finished shards."""
 
 
-class Change(abc.ABC):
-    """Base class of `IndexChange` and `NewIndex`.
+class Change:
+    """A change of an index, or one that writes a new index. `begin_change` and
+    `begin_new_index` yield an object of this class.
+
+    If a method raises an OSError after the commit, `begin_change` raises an EdjeError
+    instead, which says that the change is committed.
 
     Attributes:
         layout: place of the index that is changed or written.
+        before: the index before the change; None if the change writes a new index.
         is_dry: True for a dry run, which takes no claim and writes nothing.
     """
 
     def __init__(
         self,
         layout: Place,
+        before: CommittedIndex | None,
         kind: str,
         request: Mapping[str, Any] | None,
         *,
         is_dry: bool = False,
     ) -> None:
         self.layout = layout
+        self.before = before
         self.is_dry = is_dry
         self._is_abandoned = False
         # True from the moment at which this change replaces `index.json`
@@ -107,6 +113,12 @@ class Change(abc.ABC):
         # tuples become lists.
         wanted = json.loads(json.dumps(request or {}))
         self._journal = Journal(kind, wanted, manifest_digest(layout))
+
+    @property
+    def index(self) -> CommittedIndex:
+        """The index before the change, which does not write a new index."""
+        assert self.before is not None
+        return self.before
 
     @property
     def plan(self) -> Json | None:
@@ -161,9 +173,20 @@ class Change(abc.ABC):
             self._remove_files()
         self.store_plan(None)
 
-    @abc.abstractmethod
     def _remove_data(self) -> None:
         """Remove the data files of this change, which is not committed."""
+        layout = self.layout
+        if self.before is None:
+            for folder in (*layout.data_folders(), layout.snapshots):
+                layout.remove(layout.names(folder))
+                shutil.rmtree(folder, ignore_errors=True)
+            fsync_path(layout.root)
+            return
+        # Listing the files of all shards is slow. If neither of these directories
+        # exists, the change has written no files of shards, so they are not listed.
+        has_shards = layout.staging.exists() or bool(layout.names(layout.receipts))
+        _remove_garbage(layout, shards=has_shards)
+        write_array_shapes(layout, self.before.spec)
 
     def _remove_files(self) -> None:
         self._remove_data()
@@ -174,22 +197,6 @@ class Change(abc.ABC):
 
     def _is_committed(self) -> bool:
         return self._is_committing and not self._is_unchanged()
-
-    def _begin_commit(self) -> None:
-        """Call this directly before `index.json` is replaced.
-
-        Raises:
-            EdjeError: another process has replaced `index.json` during this change. On
-                some network file systems, the lock of an index works within one machine
-                only.
-        """
-        if not self._is_unchanged():
-            raise EdjeError(
-                f"another process has changed {self.layout.root} during this change,"
-                " so nothing was committed; run the same command again, on the same"
-                " machine as other changes"
-            )
-        self._is_committing = True
 
     @contextlib.contextmanager
     def _running(self, earlier: Journal | None) -> Iterator[None]:
@@ -262,29 +269,6 @@ class Change(abc.ABC):
                     else:
                         self._remove_files()
 
-
-class IndexChange(Change):
-    """A change of an existing index. `begin_change` yields an object of this class.
-
-    If a method raises an OSError after the commit, `begin_change` raises an EdjeError
-    instead, which says that the change is committed.
-
-    Attributes:
-        index: the index before the change.
-    """
-
-    def __init__(
-        self,
-        place: Place,
-        index: CommittedIndex,
-        kind: str,
-        request: Mapping[str, Any] | None,
-        *,
-        is_dry: bool = False,
-    ) -> None:
-        super().__init__(place, kind, request, is_dry=is_dry)
-        self.index = index
-
     def new_snapshot(
         self,
         manifest: Manifest,
@@ -322,10 +306,14 @@ class IndexChange(Change):
         )
         return replace(manifest, snapshot=snapshot, created_by=created_by())
 
-    def commit(self, manifest: Manifest) -> list[int]:
+    def commit(self, manifest: Manifest, data: bytes | None = None) -> list[int]:
         """Commit `manifest`, whose tables and other files are all on disk. Return the
         length in bytes of each data file that was removed because no kept snapshot
         names it.
+
+        Args:
+            data: bytes of `index.json`, if the index is a copy of another one. None
+                writes those of `manifest`.
 
         The steps are, in this order:
 
@@ -339,23 +327,37 @@ class IndexChange(Change):
            snapshot names.
 
         After a crash, a reader sees the index from before or after the change.
+
+        Raises:
+            EdjeError: another process has replaced `index.json` during this change. On
+                some network file systems, the lock of an index works within one machine
+                only.
         """
         layout = self.layout
-        current = self.index.manifest
-        before = current.spec
+        current = None if self.before is None else self.before.manifest
         after = manifest.spec
-        shrinks = after.rows < before.rows
+        shrinks = current is not None and after.rows < current.spec.rows
         if not shrinks:
             # Arrays grow before the commit, because a reader of the new manifest needs
             # the new shapes.
             write_array_shapes(layout, after)
-        self._begin_commit()
-        is_new = manifest.snapshot.number > current.snapshot.number
-        if is_new:
-            data = layout.read(layout.manifest)
-            assert data is not None
-            layout.write(layout.snapshot(current.snapshot.number), data)
-        manifest.write(layout)
+        if not self._is_unchanged():
+            raise EdjeError(
+                f"another process has changed {layout.root} during this change, so"
+                " nothing was committed; run the same command again, on the same"
+                " machine as other changes"
+            )
+        self._is_committing = True
+        number = -1 if current is None else current.snapshot.number
+        is_new = manifest.snapshot.number > number
+        if is_new and (earlier := layout.read(layout.manifest)) is not None:
+            layout.write(layout.snapshot(number), earlier)
+        if data is None:
+            manifest.write(layout)
+        else:
+            layout.commit(data)
+        if current is None:
+            return []
         # an erasure has created this directory
         if layout.erased.exists():
             layout.move_erased()
@@ -375,39 +377,6 @@ class IndexChange(Change):
         # shard tables, so they stay unless a snapshot is dropped.
         return _remove_garbage(layout, tables=drops_snapshots)
 
-    def _remove_data(self) -> None:
-        layout = self.layout
-        # Listing the files of all shards is slow. If neither of these directories
-        # exists, the change has written no files of shards, so they are not listed.
-        has_shards = layout.staging.exists() or bool(layout.names(layout.receipts))
-        _remove_garbage(layout, shards=has_shards)
-        write_array_shapes(layout, self.index.spec)
-
-
-class NewIndex(Change):
-    """A change that writes a new index. `begin_new_index` yields an object of this
-    class.
-    """
-
-    def commit(self, manifest: Manifest, data: bytes | None = None) -> None:
-        """Write `index.json`. All files of `manifest` must be on disk.
-
-        Args:
-            data: bytes of `index.json`, if the index is a copy of another one. None
-                writes those of `manifest`.
-        """
-        layout = self.layout
-        write_array_shapes(layout, manifest.spec)
-        self._begin_commit()
-        layout.commit(data or json_bytes(manifest.to_json()))
-
-    def _remove_data(self) -> None:
-        layout = self.layout
-        for folder in (*layout.data_folders(), layout.snapshots):
-            layout.remove(layout.names(folder))
-            shutil.rmtree(folder, ignore_errors=True)
-        fsync_path(layout.root)
-
 
 @contextlib.contextmanager
 def begin_change(
@@ -416,7 +385,7 @@ def begin_change(
     request: Mapping[str, Any] | None = None,
     *,
     dry_run: bool = False,
-) -> Iterator[IndexChange]:
+) -> Iterator[Change]:
     """Lock the index at `root` and begin a change, or resume the same change if it was
     stopped.
 
@@ -441,7 +410,7 @@ def begin_change(
     """
     if dry_run:
         index = CommittedIndex.open(root)
-        change = IndexChange(index.place, index, kind, request, is_dry=True)
+        change = Change(index.place, index, kind, request, is_dry=True)
         with change._running(unfinished_journal(index.place)):
             yield change
         return
@@ -449,7 +418,7 @@ def begin_change(
     CommittedIndex.open(root)
     with open_place(root) as place, place.claimed():
         earlier = _recover(place)
-        change = IndexChange(place, CommittedIndex.at(place), kind, request)
+        change = Change(place, CommittedIndex.at(place), kind, request)
         with change._running(earlier):
             yield change
 
@@ -462,7 +431,7 @@ def begin_new_index(
     *,
     notify: Notify = lambda message: None,
     dry_run: bool = False,
-) -> Iterator[NewIndex]:
+) -> Iterator[Change]:
     """Lock the directory `root` and begin to write a new index, or resume the same
     change if it was stopped. For the other arguments and errors, see `begin_change`.
 
@@ -480,7 +449,7 @@ def begin_new_index(
         layout = stack.enter_context(open_place(root))
         check_free(layout)
         if dry_run:
-            change = NewIndex(layout, kind, request, is_dry=True)
+            change = Change(layout, None, kind, request, is_dry=True)
             stack.enter_context(change._running(unfinished_journal(layout)))
             yield change
             return
@@ -491,7 +460,7 @@ def begin_new_index(
                 f"{layout.location} exists already; choose another directory or URL",
                 parameter="out",
             )
-        change = NewIndex(layout, kind, request)
+        change = Change(layout, None, kind, request)
         if earlier is not None and earlier.kind == kind and not change.is_same(earlier):
             _discard(change, earlier, notify)
             earlier = None
@@ -524,7 +493,7 @@ def collect_garbage(
             # A change with a damaged journal cannot be resumed. This stand-in for the
             # journal makes `_discard` remove the files of the change.
             earlier = Journal("unknown", {}, manifest_digest(layout), plan={})
-        change = IndexChange(layout, CommittedIndex.at(layout), "gc", None)
+        change = Change(layout, CommittedIndex.at(layout), "gc", None)
         if earlier is not None:
             _discard(change, earlier, notify)
         remove_build(layout)

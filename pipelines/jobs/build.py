@@ -71,7 +71,7 @@ from pipelines.progress.events import (
 from pipelines.progress.wording import by_reason, counted
 from pipelines.sources import Listing, hash_and_mark_duplicates
 from storage_formats.atomic import Json
-from storage_formats.change import Change, IndexChange, finish_committed
+from storage_formats.change import Change, finish_committed
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.journal import how_to_discard
@@ -628,7 +628,7 @@ def encoding(
         if not is_last:
             return
         before = {}
-        if isinstance(change, IndexChange):
+        if change.before is not None:
             before = change.index.manifest.settings
         several = processors(before, receipts).get(PROCESSORS_MEMBER, ())
         if len(several) > 1 and several != before.get(PROCESSORS_MEMBER):
@@ -641,7 +641,7 @@ def encoding(
             )
             on_event(StatusMessage(text, is_warning=True))
         if needs_one and not any(receipt.indexed for receipt in receipts):
-            if isinstance(change, IndexChange):
+            if change.before is not None:
                 change.abandon()
             raise FailedInputsError(
                 f"none of the {counted(failed.total(), 'input')} could be indexed"

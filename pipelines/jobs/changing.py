@@ -42,8 +42,7 @@ from pipelines.progress.wording import counted
 from storage_formats.arrays import Ints
 from storage_formats.atomic import Json, make_directories
 from storage_formats.change import (
-    IndexChange,
-    NewIndex,
+    Change,
     begin_change,
     begin_index,
     begin_new_index,
@@ -194,12 +193,12 @@ class Edit:
     origins: Sequence[CommittedIndex] = ()
     needs_indexed: bool = False
 
-    def begin(self, change: IndexChange | NewIndex) -> None:
+    def begin(self, change: Change) -> None:
         """Create the directories of a new index or an erasure, and write the offset
         block, if the edit has one.
         """
         layout = change.layout
-        if isinstance(change, NewIndex):
+        if change.before is None:
             begin_index(layout, self.spec)
             for each in self.origins[:1]:
                 copy_offset(each, layout)
@@ -212,7 +211,7 @@ class Edit:
 
     def commit(
         self,
-        change: IndexChange | NewIndex,
+        change: Change,
         receipts: Sequence[ShardReceipt],
         on_event: OnEvent,
     ) -> Manifest:
@@ -223,7 +222,7 @@ class Edit:
         Args:
             receipts: receipts of the shards that `work` wrote.
         """
-        if isinstance(change, NewIndex):
+        if change.before is None:
             manifest = self._new_manifest(change.layout, receipts, on_event)
             change.commit(manifest)
             return manifest
@@ -326,7 +325,7 @@ def begin(
     request: Json | None = None,
     *,
     dry_run: bool = False,
-) -> Iterator[IndexChange]:
+) -> Iterator[Change]:
     """Begin a change of an index, see `begin_change`.
 
     An OSError inside the context, for example from a full disk, becomes JobStopped.
@@ -373,7 +372,7 @@ def begin_new(
     on_event: OnEvent,
     *,
     dry_run: bool = False,
-) -> Iterator[NewIndex]:
+) -> Iterator[Change]:
     """Begin to write a new index, see `begin_new_index`.
 
     An OSError inside the context, for example from a full disk, becomes JobStopped.
@@ -400,7 +399,7 @@ def resumable(root: IndexLocation) -> Iterator[None]:
 
 
 def apply(
-    change: IndexChange | NewIndex,
+    change: Change,
     edit: Edit,
     on_event: OnEvent,
     should_stop: ShouldStop,
@@ -417,7 +416,7 @@ def apply(
         FailedInputsError: `work.check` found that too many inputs failed.
         UsageError, EngineUnavailableError: the engine cannot run as requested.
     """
-    if isinstance(change, IndexChange) and change.is_dry:
+    if change.before is not None and change.is_dry:
         return Applied(change.index.manifest)
     edit.begin(change)
     work = edit.work

@@ -30,7 +30,7 @@ from pipelines.progress.events import (
 from storage_formats.arrays import Ints
 from storage_formats.atomic import json_bytes
 from storage_formats.change import (
-    IndexChange,
+    Change,
     begin_change,
     clear_staging,
     write_array_shapes,
@@ -187,7 +187,7 @@ def repair_index(
 
 
 def _restore_ann(
-    change: IndexChange, damaged: set[str], on_event: OnEvent
+    change: Change, damaged: set[str], on_event: OnEvent
 ) -> list[RepairedFile]:
     """Build the nearest-neighbour index of each snapshot with a damaged FAISS file
     again. Return the repaired files.

@@ -63,7 +63,7 @@ from pipelines.sources import Listing, hash_and_mark_duplicates, temporary_datab
 from pipelines.sources.base import absolute_spec
 from storage_formats.arguments import as_list, as_number, as_path, as_text
 from storage_formats.atomic import Json
-from storage_formats.change import IndexChange
+from storage_formats.change import Change
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import Segment
@@ -513,7 +513,7 @@ def _cover(groups: Iterable[SourceGroup], group: SourceGroup) -> bool:
 
 
 def _with_lost(
-    work: ShardWork, change: IndexChange, replaced: int, allowed: float
+    work: ShardWork, change: Change, replaced: int, allowed: float
 ) -> ShardWork:
     """Return `work` with a further check: raise an error after the last shard if inputs
     failed, and more than `allowed` of the `replaced` rows get no new row with tokens.
@@ -561,7 +561,7 @@ def _settings_and_bundle(
 
 
 def _plan_rows(
-    change: IndexChange,
+    change: Change,
     changes: SourceChanges,
     settings: BuildSettings,
     info: BundleInfo,
@@ -608,7 +608,7 @@ def _plan_rows(
 
 
 def _new_rows(
-    change: IndexChange,
+    change: Change,
     plan: Plan | None,
     work: ShardWork | None,
     groups: tuple[SourceGroup, ...] | None,

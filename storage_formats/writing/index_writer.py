@@ -31,8 +31,7 @@ from storage_formats.arguments import (
 from storage_formats.arrays import Array, Floats, as_array
 from storage_formats.atomic import Json
 from storage_formats.change import (
-    IndexChange,
-    NewIndex,
+    Change,
     begin_change,
     begin_index,
     begin_new_index,
@@ -129,7 +128,7 @@ class IndexWriter:
         root: IndexLocation,
         spec: IndexSpec,
         encoder: str,
-        begun: contextlib.AbstractContextManager[NewIndex | IndexChange],
+        begun: contextlib.AbstractContextManager[Change],
     ) -> None:
         """Do not call this: use `IndexWriter.create` or `IndexWriter.open`."""
         self._location = root
@@ -143,8 +142,7 @@ class IndexWriter:
         self._first_row = 0
         earlier: Sequence[SourceColumn] = ()
         self._codecs = [codec(name, spec.block_shape) for name in spec.precisions]
-        if isinstance(self._change, IndexChange):
-            index = self._change.index
+        if (index := self._change.before) is not None:
             self._first_row = next_first_row(index.manifest)
             earlier = index.manifest.columns
             self._codecs = [
@@ -253,7 +251,7 @@ class IndexWriter:
         one.
         """
         rows = len(self)
-        if isinstance(self._change, NewIndex):
+        if self._change.before is None:
             return replace(self._spec, rows=rows)
         segments = (*self._spec.used_segments, Segment(self._first_row, rows))
         return replace(self._spec, rows=segments[-1].stop, segments=segments)
@@ -392,10 +390,10 @@ class IndexWriter:
             self._commit_shard()
         columns = self._columns.columns()
         change = self._change
-        if isinstance(change, NewIndex):
+        if change.before is None:
             begin_index(place, spec)
         fetch_tables(place, self._receipts)
-        if isinstance(change, NewIndex):
+        if change.before is None:
             ann: Ann = {"kind": "none"} if build_ann is None else build_ann(place, spec)
             fingerprint = hashlib.sha256(self._encoder.encode()).hexdigest()
             manifest = new_manifest(
