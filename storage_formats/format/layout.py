@@ -250,7 +250,7 @@ class _Below:
         return layout.root / self._path
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class Layout:
     """The paths of all files of the index at `root` (SPEC.md section 3)."""
 

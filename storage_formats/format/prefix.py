@@ -65,40 +65,30 @@ _honest = set[str]()
 """Schemes and buckets whose servers were found to honour conditional writes."""
 
 
-@dataclass
-class _State:
-    """What a `Prefix` knows of its objects.
-
-    Attributes:
-        owner: identifier of this place in its claim.
-        base: `index.json` at the time of the claim; None if there was none.
-        claim: the claim object of this process; None if it has none.
-        renewed: time of the last renewal of the claim, or of the last look at the
-            journal, see `_clock`.
-        lengths: length of each listed object in bytes, by key.
-        journal: the journal of the change of this task; None before `begin_task`.
-    """
-
-    owner: str = field(default_factory=lambda: uuid.uuid4().hex)
-    base: ObjectVersion | None = None
-    renewed: float = 0.0
-    claim: ObjectVersion | None = None
-    lengths: dict[str, int] = field(default_factory=dict)
-    journal: bytes | None = None
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class Prefix(Place):
     """An index below the URL of `folder`. `root` is a temporary directory on this
     machine, which `close` removes. For readers, it is a directory that caches files.
 
     Attributes:
         whole: `root` of the whole index if this place is a part of it; None otherwise.
+        owner: identifier of this place in its claim.
+        base: `index.json` at the time of the claim; None if there was none.
+        renewed: time of the last renewal of the claim, or of the last look at the
+            claim or the journal, see `_clock`.
+        own_claim: the claim object of this process; None if it has none.
+        listed: length of each listed object in bytes, by key.
+        task: the journal of the change of this task; None before `begin_task`.
     """
 
     folder: ObjectFolder
     whole: Path | None = None
-    _state: _State = field(default_factory=_State, compare=False, repr=False)
+    owner: str = field(default_factory=lambda: uuid.uuid4().hex)
+    base: ObjectVersion | None = None
+    renewed: float = 0.0
+    own_claim: ObjectVersion | None = None
+    listed: dict[str, int] = field(default_factory=dict)
+    task: bytes | None = None
 
     @classmethod
     def open(cls, url: str) -> Prefix:
@@ -165,24 +155,24 @@ class Prefix(Place):
                     self.folder.delete([self._key(self.claim)])
 
     def is_claimed(self) -> bool:
-        if self._state.claim is None:
+        if self.own_claim is None:
             return False
         current = self._read_claim()
-        return current is not None and _owner(current.data) == self._state.owner
+        return current is not None and _owner(current.data) == self.owner
 
     def is_changing(self) -> bool:
         keys = map(self._key, (self.claim, self.journal))
         return any(self.folder.info(key) is not None for key in keys)
 
     def part(self, folder: Path) -> Prefix:
-        return Prefix(folder, self.folder, self.whole or self.root, self._state)
+        return replace(self, root=folder, whole=self.whole or self.root)
 
     def get(self, path: Path) -> None:
         if not path.exists() and (data := self.read(path)) is not None:
             self._keep(path, data)
 
     def read(self, path: Path, max_bytes: int = MAX_BYTES) -> bytes | None:
-        is_claimed = self._state.claim is not None
+        is_claimed = self.own_claim is not None
         # While this process has the claim, no other one changes the file.
         if is_claimed and path.exists():
             return path.read_bytes()
@@ -201,24 +191,22 @@ class Prefix(Place):
         self._keep(path, data)
 
     def begin_task(self) -> None:
-        if self._state.claim is None:
-            self._state.journal = self.read(self._of_whole.journal) or b""
-            self._state.renewed = _clock()
+        if self.own_claim is None:
+            self.task = self.read(self._of_whole.journal) or b""
+            self.renewed = _clock()
             self._check_change()
 
     def _check_change(self) -> None:
         """Raise EdjeError if another process may have taken over the change."""
-        state = self._state
-        age = _clock() - state.renewed
-        if state.claim is not None:
+        age = _clock() - self.renewed
+        if self.own_claim is not None:
             # This process renews the claim, unless it was suspended.
             is_over = age > _LATE_SECONDS and not self.is_claimed()
         else:
-            journal = state.journal
-            is_over = journal == b""
-            if journal is not None and age > _FRESH_SECONDS:
-                is_over = self.read(self._of_whole.journal) != journal
-                state.renewed = _clock()
+            is_over = self.task == b""
+            if self.task is not None and age > _FRESH_SECONDS:
+                is_over = self.read(self._of_whole.journal) != self.task
+                self.renewed = _clock()
         if is_over:
             raise EdjeError(
                 f"the change of {self.folder.url} that this process served has ended,"
@@ -260,14 +248,14 @@ class Prefix(Place):
 
     def names(self, folder: Path) -> list[Path]:
         sizes = self.folder.list_sizes(self._key(folder))
-        self._state.lengths |= sizes
+        self.listed |= sizes
         root = self.whole or self.root
         return sorted(root / key for key in sizes)
 
     def lengths(self, entries: Iterable[FileEntry]) -> dict[str, int]:
         folders = {(self.root / entry.path).parent for entry in entries}
         paths = [path for folder in sorted(folders) for path in self.names(folder)]
-        listed = self._state.lengths
+        listed = self.listed
         return {self.relative(path): listed[self._key(path)] for path in paths}
 
     def remove(self, paths: Iterable[Path]) -> list[int]:
@@ -278,15 +266,14 @@ class Prefix(Place):
             self.folder.delete(keys)
         for path in paths:
             path.unlink(missing_ok=True)
-        return [self._state.lengths.pop(key, 0) for key in keys]
+        return [self.listed.pop(key, 0) for key in keys]
 
     def commit(self, data: bytes) -> None:
-        state = self._state
         try:
             if not self.is_claimed():
                 url = self.folder.url_of(self._key(self.claim))
                 raise ObjectChangedError(f"another process took over {url}")
-            state.base = self.folder.replace(self._key(self.manifest), data, state.base)
+            self.base = self.folder.replace(self._key(self.manifest), data, self.base)
         except UncertainWriteError as error:
             raise EdjeError(
                 f"the change may be committed: {error}. Once the store responds, run"
@@ -348,11 +335,10 @@ class Prefix(Place):
 
     def _load(self) -> None:
         """Download `index.json`."""
-        state = self._state
         with contextlib.suppress(FileNotFoundError):
             key = self._key(self.manifest)
-            state.base = self.folder.read(key, MAX_BYTES)
-            self._keep(self.manifest, state.base.data)
+            self.base = self.folder.read(key, MAX_BYTES)
+            self._keep(self.manifest, self.base.data)
 
     def _claim(self) -> None:
         """Create the claim, or take over the claim of a process that has ended.
@@ -360,11 +346,10 @@ class Prefix(Place):
         Raises:
             EdjeError: another process has the claim.
         """
-        key = self._key(self.claim)
         expected: ObjectVersion | None = None
         while True:
             try:
-                self._renewed(self.folder.replace(key, self._new_claim(), expected))
+                self._put_claim(expected)
                 return
             except ObjectChangedError:
                 # None if the other process has removed its claim meanwhile
@@ -375,12 +360,11 @@ class Prefix(Place):
                     " or stop it"
                 )
 
-    def _new_claim(self) -> bytes:
-        return _claim_bytes(self._state.owner)
-
-    def _renewed(self, claim: ObjectVersion) -> None:
-        self._state.renewed = _clock()
-        self._state.claim = claim
+    def _put_claim(self, expected: ObjectVersion | None) -> None:
+        """Write a new claim of this process if `expected` is still the current one."""
+        key = self._key(self._of_whole.claim)
+        self.own_claim = self.folder.replace(key, _claim_bytes(self.owner), expected)
+        self.renewed = _clock()
 
     def _read_claim(self) -> ObjectVersion | None:
         """Return the claim object; None if there is none."""
@@ -397,12 +381,8 @@ class Prefix(Place):
                 current = self._read_claim()
                 # The answer of an earlier renewal may have been lost, so the claim is
                 # recognised by its owner.
-                if current and _owner(current.data) == self._state.owner:
-                    self._renewed(
-                        self.folder.replace(
-                            self._key(self.claim), self._new_claim(), current
-                        )
-                    )
+                if current and _owner(current.data) == self.owner:
+                    self._put_claim(current)
 
     def _probe(self) -> None:
         """Check that the server honours conditional writes.
@@ -414,21 +394,18 @@ class Prefix(Place):
         bucket = "/".join(self.folder.url.split("/")[:3])
         if bucket in _honest:
             return
-        key = self._key(self.claim)
-        first = self._state.claim
-        for _ in range(2):
-            # The claim exists, so it cannot be created. After the first round, `first`
-            # is no longer the current version, so it cannot be replaced.
-            expected = None if first is self._state.claim else first
+        replaced = self.own_claim
+        self._put_claim(replaced)
+        # The claim exists, so it cannot be created, and its earlier version, which is
+        # not current any more, cannot be replaced.
+        for expected in (None, replaced):
             with contextlib.suppress(ObjectChangedError):
-                self._renewed(self.folder.replace(key, self._new_claim(), expected))
+                self._put_claim(expected)
                 raise UsageError(
                     f"the server of {self.folder.url} ignores the conditions of writes"
                     " (If-None-Match, If-Match), so it cannot hold an index that"
                     " changes; build in a directory, and copy the index there"
                 )
-            if expected is None:
-                self._renewed(self.folder.replace(key, self._new_claim(), first))
         _honest.add(bucket)
 
 
