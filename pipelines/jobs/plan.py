@@ -25,6 +25,7 @@ from storage_formats.change import Change
 from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
+from storage_formats.format.file_check import FileEntry
 from storage_formats.format.json_values import read_json
 from storage_formats.format.layout import (
     CRC_BYTES,
@@ -382,9 +383,8 @@ def store_inputs(
         directory = layout.input_lists
         layout.remove(layout.names(directory))
         directory.mkdir(parents=True, exist_ok=True)
-        layout.seal(
-            write_input_lists(layout, stored, shard_size, first_shard=first_shard)
-        )
+        paths = write_input_lists(layout, stored, shard_size, first_shard=first_shard)
+        layout.put([(path, FileEntry.of(layout, path)) for path in paths])
     return collected
 
 

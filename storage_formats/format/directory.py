@@ -77,11 +77,6 @@ class Directory(Place):
                 path.replace(final)
         fsync_paths(final.parent for final in finals)
 
-    def seal(self, paths: Iterable[Path]) -> None:
-        paths = list(paths)
-        folders = {path.parent for path in paths}
-        fsync_paths([*paths, *folders, *(folder.parent for folder in folders)])
-
     def fetch(self, entries: Iterable[FileEntry]) -> None:
         del entries
 

@@ -94,12 +94,9 @@ class Place(Layout, abc.ABC):
         """Move complete private files to their final paths.
 
         Args:
-            staged: (private path, entry of the final file) of each file.
+            staged: (private path, entry of the final file) of each file. A file that
+                lies at its final path already is made durable, and stays.
         """
-
-    @abc.abstractmethod
-    def seal(self, paths: Iterable[Path]) -> None:
-        """Make complete files durable that were written at their final paths."""
 
     @abc.abstractmethod
     def fetch(self, entries: Iterable[FileEntry]) -> None:

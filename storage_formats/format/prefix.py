@@ -30,7 +30,7 @@ import psutil
 from storage_formats.atomic import Json, json_bytes, replacing, write_bytes_atomic
 from storage_formats.cache import cache_directory
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
-from storage_formats.format.checksum import crc32c, crc32c_file, to_hex
+from storage_formats.format.checksum import crc32c, to_hex
 from storage_formats.format.file_check import FileEntry, checked_pieces
 from storage_formats.format.layout import ROOT, Layout
 from storage_formats.format.place import MAX_BYTES, Place
@@ -143,7 +143,9 @@ class Prefix(Place):
         try:
             self._probe()
             renewal.start()
-            self._load()
+            with contextlib.suppress(FileNotFoundError):
+                self.base = self.folder.read(self._key(self.manifest), MAX_BYTES)
+                self._keep(self.manifest, self.base.data)
             yield
         finally:
             ended.set()
@@ -218,15 +220,11 @@ class Prefix(Place):
 
         def move(path: Path, entry: FileEntry) -> None:
             self._send(path, self._named(entry))
-            path.unlink()
+            if path != self.root / entry.path:
+                path.unlink()
 
         with ThreadPoolExecutor(_TRANSFERS_AT_ONCE) as pool:
             list(pool.map(move, *zip(*staged, strict=True)))
-
-    def seal(self, paths: Iterable[Path]) -> None:
-        self._check_change()
-        for path in paths:
-            self._send(path, FileEntry(self._key(path), *crc32c_file(path)))
 
     def fetch(self, entries: Iterable[FileEntry]) -> None:
         root = self.whole or self.root
@@ -332,13 +330,6 @@ class Prefix(Place):
     def _keep(self, path: Path, data: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-
-    def _load(self) -> None:
-        """Download `index.json`."""
-        with contextlib.suppress(FileNotFoundError):
-            key = self._key(self.manifest)
-            self.base = self.folder.read(key, MAX_BYTES)
-            self._keep(self.manifest, self.base.data)
 
     def _claim(self) -> None:
         """Create the claim, or take over the claim of a process that has ended.
