@@ -136,10 +136,3 @@ def json_bytes(value: Mapping[str, Any]) -> bytes:
     # Python represents a path that is not UTF-8 with lone surrogates, which UTF-8
     # cannot encode. "backslashreplace" writes them as JSON escapes.
     return text.encode(errors="backslashreplace")
-
-
-def write_json_atomic(
-    path: Path, value: Mapping[str, Any], staging: Path | None = None
-) -> None:
-    """Write `value` as JSON to the file at `path` with `write_bytes_atomic`."""
-    write_bytes_atomic(path, json_bytes(value), staging)

@@ -26,7 +26,6 @@ from storage_formats.atomic import (
     Json,
     fsync_parent,
     fsync_path,
-    fsync_paths,
     json_bytes,
     make_directories,
 )
@@ -687,26 +686,14 @@ def _entries(folder: Path) -> list[str]:
 
 
 def begin_index(layout: Place, spec: IndexSpec) -> None:
-    """Create the directories and the `zarr.json` files of a new index. May be
-    called repeatedly.
+    """Create the directory and the `zarr.json` files of a new index. May be called
+    repeatedly.
     """
     make_directories(layout.root)
     # `make_directories` flushes only the directories that it creates, but the root may
     # exist already.
     fsync_parent(layout.root)
-    folders = [
-        layout.embeddings,
-        layout.rows,
-        layout.ann,
-        layout.staging,
-        layout.receipts,
-    ]
-    for name in spec.precisions:
-        folders += [layout.token_array(name), layout.checksums(name, 0).parent]
-    for folder in folders:
-        folder.mkdir(parents=True, exist_ok=True)
     write_array_shapes(layout, spec)
-    fsync_paths([layout.root, layout.tokens, layout.root / "checksums"])
 
 
 def clear_staging(root: str | Path) -> None:

@@ -549,30 +549,8 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
     except (AttributeError, KeyError, TypeError, ValueError, UsageError) as error:
         # `IndexSpec` and `check_names` raise UsageError.
         raise CorruptIndexError(
-            f"a member of {where} is missing or has the wrong type ({error!r}); restore"
-            " the file from a backup"
+            f"{where} is damaged: {error!r}; restore the file from a backup"
         ) from error
-    if problem := manifest.counts.problem():
-        raise CorruptIndexError(
-            f"{where} is damaged: {problem}; restore the file from a backup"
-        )
-    spec = manifest.spec
-    for segment, table in zip(spec.used_segments, manifest.shard_tables, strict=True):
-        # A shard has several lines in the table, so a table cannot list more shards
-        # than it has bytes. A segment with more shards is refused here, before memory
-        # is allocated for them.
-        if len(spec.segment_shards(segment)) > table.bytes:
-            raise CorruptIndexError(
-                f"{where} lists {len(spec.segment_shards(segment))} shards, too many"
-                f" for a shard table of {table.bytes} bytes; restore the file from a"
-                " backup"
-            )
-    if manifest.counts.inputs != spec.used_rows:
-        raise CorruptIndexError(
-            f"{where} is inconsistent: its numbers of rows ({spec.used_rows}) and"
-            f" inputs ({manifest.counts.inputs}) do not match; restore the file from a"
-            " backup"
-        )
     return manifest
 
 
@@ -598,13 +576,22 @@ def _check_members(manifest: Manifest) -> None:
         or snapshot.next_shard >= _MAX_SHARDS
         or not spec.precisions
         or not {*offset} <= {*spec.precisions}
-        or len(manifest.shard_tables) != len(spec.used_segments)
+        or manifest.counts.inputs != spec.used_rows
     ):
         raise ValueError(
             f"snapshot ({snapshot.number}), oldest ({snapshot.oldest}), next_shard"
             f" ({snapshot.next_shard}), precisions ({spec.precisions}), offset"
-            f" ({offset}) or the number of shard tables is out of range"
+            f" ({offset}) or the number of inputs ({manifest.counts.inputs} for"
+            f" {spec.used_rows} rows) is out of range"
         )
+    if problem := manifest.counts.problem():
+        raise ValueError(problem)
+    for segment, table in zip(spec.used_segments, manifest.shard_tables, strict=True):
+        # A shard has several lines in the table, so a table cannot list more shards
+        # than it has bytes. A segment with more shards is refused here, before memory
+        # is allocated for them.
+        if len(spec.segment_shards(segment)) > table.bytes:
+            raise ValueError(f"{table.path} is too short for its shards")
     check_names(spec.precisions)
     check_columns(manifest.columns)
     _check_rows_files(manifest)

@@ -27,11 +27,6 @@ ABSENT = np.uint64(2**64 - 1)
 format").
 """
 _LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
-_ARRAY = {
-    "zarr_format": 3,
-    "node_type": "array",
-    "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-}
 
 
 def zarr_documents(layout: Layout, spec: IndexSpec) -> dict[Path, Json]:
@@ -41,48 +36,50 @@ def zarr_documents(layout: Layout, spec: IndexSpec) -> dict[Path, Json]:
         "node_type": "group",
         "attributes": {"edje": {"format_version": FORMAT_VERSION}},
     }
-    embeddings = _plain_array(
-        (spec.rows, spec.embed_dim),
-        (spec.shard_size, spec.embed_dim),
+    shape = (spec.rows, spec.embed_dim)
+    chunk_shape = (spec.shard_size, spec.embed_dim)
+    embeddings = _array(
+        shape,
+        chunk_shape,
         ("row", "dimension"),
         {"format_version": FORMAT_VERSION, "normalised": "l2"},
     )
     arrays = [_token_array(spec, name) for name in spec.precisions]
     if spec.offset is not None:
-        arrays.append(
-            _plain_array(
-                spec.block_shape,
-                spec.block_shape,
-                ("token", "channel"),
-                {"format_version": FORMAT_VERSION},
-            )
-        )
+        names = ("token", "channel")
+        attributes = {"format_version": FORMAT_VERSION}
+        arrays.append(_array(spec.block_shape, spec.block_shape, names, attributes))
     documents = (group, embeddings, *arrays)
     return dict(zip(layout.zarr_files(spec), documents, strict=True))
 
 
-def _plain_array(
-    shape: tuple[int, int],
-    chunk_shape: tuple[int, int],
-    names: tuple[str, str],
+def _array(
+    shape: tuple[int, ...],
+    chunk_shape: tuple[int, ...],
+    names: tuple[str, ...],
     attributes: Json,
+    data_type: str = "float32",
+    fill_value: float | str = "NaN",
+    codec: Json = _LITTLE_ENDIAN,
 ) -> Json:
-    """Return the `zarr.json` of an array of float32 without the sharding codec.
+    """Return the `zarr.json` of an array.
 
     Args:
         names: names of the dimensions.
         attributes: value of the attribute `edje`.
     """
     return {
-        **_ARRAY,
+        "zarr_format": 3,
+        "node_type": "array",
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "shape": list(shape),
-        "data_type": "float32",
+        "data_type": data_type,
         "chunk_grid": {
             "name": "regular",
             "configuration": {"chunk_shape": list(chunk_shape)},
         },
-        "fill_value": "NaN",
-        "codecs": [_LITTLE_ENDIAN],
+        "fill_value": fill_value,
+        "codecs": [codec],
         "dimension_names": list(names),
         "attributes": {"edje": attributes},
     }
@@ -115,25 +112,16 @@ def _token_array(spec: IndexSpec, precision: str) -> Json:
             "offset": f"tokens/{OFFSET_ARRAY}",
             "formula": "bfloat16(decoded record + offset), the sum in float32",
         }
-    chunk_shape = [spec.shard_size, *token_codec.record_shape]
-    names = (
-        ["row", "token", "channel"]
-        if len(token_codec.record_shape) == 2
-        else ["row", "byte"]
+    record = token_codec.record_shape
+    return _array(
+        (spec.rows, *record),
+        (spec.shard_size, *record),
+        ("row", "token", "channel") if len(record) == 2 else ("row", "byte"),
+        attributes,
+        token_codec.zarr_dtype,
+        token_codec.fill_value,
+        sharding,
     )
-    return {
-        **_ARRAY,
-        "shape": [spec.rows, *token_codec.record_shape],
-        "data_type": token_codec.zarr_dtype,
-        "chunk_grid": {
-            "name": "regular",
-            "configuration": {"chunk_shape": chunk_shape},
-        },
-        "fill_value": token_codec.fill_value,
-        "codecs": [sharding],
-        "dimension_names": names,
-        "attributes": {"edje": attributes},
-    }
 
 
 def shard_index_bytes(present: Bools, record_bytes: int) -> bytes:

@@ -93,7 +93,7 @@ def change(root, **members):
 def test_senseless_members_are_damage(tmp_path, members):
     write_random_index(tmp_path, SPEC)
     change(tmp_path, **members)
-    with pytest.raises(CorruptIndexError, match="is missing or has the wrong type"):
+    with pytest.raises(CorruptIndexError, match="is damaged"):
         Manifest.load(tmp_path)
     assert [problem.code for problem in verify_index(tmp_path)] == ["manifest"]
 
@@ -121,7 +121,7 @@ def test_a_number_that_cannot_be_a_count_is_damage(tmp_path):
             part = functools.reduce(operator.getitem, path, value)
             part[last] = wrong
             data = json.dumps({**value, "crc32c": json_checksum(value)}).encode()
-            with pytest.raises(CorruptIndexError, match="is missing or has the wrong"):
+            with pytest.raises(CorruptIndexError, match="is damaged"):
                 Manifest.parse(data, "index.json")
 
 
@@ -129,7 +129,7 @@ def test_counts_that_do_not_add_up_name_the_file(tmp_path):
     write_random_index(tmp_path, SPEC)
     change(tmp_path, counts={"inputs": 5, "indexed": 5, "duplicates": 1, "failed": {}})
     with pytest.raises(
-        CorruptIndexError, match=r"index\.json is damaged: .* = 6, not 5; restore"
+        CorruptIndexError, match=r"index\.json is damaged: .* = 6, not 5.*; restore"
     ):
         Manifest.load(tmp_path)
 

@@ -43,7 +43,7 @@ from pipelines.progress.events import (
     StatusMessage,
 )
 from pipelines.progress.wording import by_reason, counted
-from storage_formats.atomic import Json, write_json_atomic
+from storage_formats.atomic import Json, json_bytes, write_bytes_atomic
 from storage_formats.errors import EdjeError, TaskInterrupted, UsageError
 from storage_formats.format.directory import locked
 from storage_formats.format.manifest import CommittedIndex
@@ -206,7 +206,7 @@ def _begin_run(
         def commit(start: BundleInfo) -> None:
             _check_teacher(settings, start, features)
             # The record is part of the bundle, so that both appear at the same time.
-            write_json_atomic(start.path / path.name, record)
+            write_bytes_atomic(start.path / path.name, json_bytes(record))
 
         return bundle.save(folder, commit)
     try:
@@ -413,7 +413,7 @@ def _write_bundle(
         # `save` calls this function before the bundle appears at its path, so that no
         # bundle is ever without a record. Such a bundle would look like the bundle of
         # another run.
-        write_json_atomic(run.folder / "result.json", asdict(result(info)))
+        write_bytes_atomic(run.folder / "result.json", json_bytes(asdict(result(info))))
 
     return result(replace(bundle, notes=notes).save(run.out, record))
 
