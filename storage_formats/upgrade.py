@@ -21,11 +21,10 @@ import pyarrow as pa
 
 from storage_formats.atomic import Json, fsync_path, json_bytes
 from storage_formats.change import remove_what_is_not_kept
-from storage_formats.errors import CorruptIndexError
+from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.directory import Directory
 from storage_formats.format.file_check import FileEntry, committed_content
-from storage_formats.format.index_files import read_index_file
 from storage_formats.format.journal import manifest_digest, read_journal
 from storage_formats.format.layout import FORMAT_VERSION, IndexSpec
 from storage_formats.format.manifest import (
@@ -140,15 +139,14 @@ def _end_change(layout: Directory, say: Callable[[str], None]) -> None:
 
 def _read(layout: Directory, path: Path) -> Json:
     """Read a manifest, and compare it with its checksum."""
+    data = layout.read(path, MAX_MANIFEST_BYTES) or b""
     try:
-        data = read_index_file(layout.root, path, max_bytes=MAX_MANIFEST_BYTES)
-        value: Json = json.loads(data)
-        is_sound = value.get("crc32c") == json_checksum(value)
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise CorruptIndexError(f"cannot read {path}: {error}") from error
-    if not is_sound:
-        # raises an error that says more
         Manifest.parse(data, path)
+    except UsageError as error:
+        if error.remedy != "upgrade":
+            raise
+    value: Json = json.loads(data)
+    if value.get("crc32c") != json_checksum(value):
         raise CorruptIndexError(f"{path} does not match its checksum")
     return value
 

@@ -41,7 +41,8 @@ class CommittedFiles:
 
     def __init__(self, index: CommittedIndex, name: str) -> None:
         self._name = name
-        self._tables = _SegmentTables(index)
+        self._index = index
+        self._tables: dict[int, CommittedTable] = {}
         # (length, checksum) of each file, by shard
         self._known: dict[int, tuple[int, int]] = {}
         self._lock = fork_safe_lock()
@@ -58,7 +59,7 @@ class CommittedFiles:
         paths = {shard: self._name.format(shard) for shard in requested}
         with self._lock:
             missing = sorted({*requested} - self._known.keys())
-            for _, lines in self._tables.lines(missing, self._own):
+            for _, lines in _read_lines(self._index, self._tables, missing, self._own):
                 self._known.update(lines)
             for shard in missing:
                 if shard not in self._known:
@@ -96,45 +97,42 @@ def iter_shard_files(
     Args:
         shards: shard numbers, ascending. Each shard must belong to a segment.
     """
-    tables = _SegmentTables(index)
+    tables: dict[int, CommittedTable] = {}
     for start in range(0, len(shards), _SHARDS_PER_READ):
         group = shards[start : start + _SHARDS_PER_READ]
         files: dict[int, dict[str, FileEntry]] = {shard: {} for shard in group}
-        for of_segment, lines in tables.lines(group, table_lines):
+        for of_segment, lines in _read_lines(index, tables, group, table_lines):
             for shard, file in lines:
                 if shard in of_segment and shard in files:
                     files[shard][file.path] = file
         yield from files.items()
 
 
-class _SegmentTables:
-    """The opened shard tables of an index."""
+def _read_lines(
+    index: CommittedIndex,
+    opened: dict[int, CommittedTable],
+    shards: Sequence[int],
+    convert: Callable[[pa.Table], T],
+) -> Iterator[tuple[range, T]]:
+    """Yield (shards of the segment, `convert(group)`) for each row group of the shard
+    tables that can list one of `shards`. See `CommittedTable.groups`.
 
-    def __init__(self, index: CommittedIndex) -> None:
-        self._spec = index.spec
-        self._index = index
-        # keyed by the position of the segment
-        self._opened: dict[int, CommittedTable] = {}
-
-    def lines(
-        self, shards: Sequence[int], convert: Callable[[pa.Table], T]
-    ) -> Iterator[tuple[range, T]]:
-        """Yield (shards of the segment, `convert(group)`) for each row group of the
-        shard tables that can list one of `shards`, which ascend. See
-        `CommittedTable.groups`.
-        """
-        segments = self._spec.used_segments
-        starts = [segment.first_row // self._spec.shard_size for segment in segments]
-        # A shard belongs to the last segment that begins at or before the shard.
-        for number, of_segment in itertools.groupby(
-            shards, lambda shard: bisect.bisect_right(starts, shard) - 1
-        ):
-            if number not in self._opened:
-                entry = self._index.manifest.shard_tables[number]
-                self._opened[number] = CommittedTable(self._index, entry, "shard")
-            in_segment = self._spec.segment_shards(segments[number])
-            for each in self._opened[number].groups(list(of_segment), convert):
-                yield in_segment, each
+    Args:
+        opened: the opened shard tables, by the number of their segment.
+        shards: shard numbers, ascending.
+    """
+    segments = index.spec.used_segments
+    starts = [segment.first_row // index.spec.shard_size for segment in segments]
+    # A shard belongs to the last segment that begins at or before the shard.
+    for number, of_segment in itertools.groupby(
+        shards, lambda shard: bisect.bisect_right(starts, shard) - 1
+    ):
+        if number not in opened:
+            entry = index.manifest.shard_tables[number]
+            opened[number] = CommittedTable(index, entry, "shard")
+        in_segment = index.spec.segment_shards(segments[number])
+        for each in opened[number].groups(list(of_segment), convert):
+            yield in_segment, each
 
 
 class CommittedTable:

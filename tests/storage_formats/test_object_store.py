@@ -260,8 +260,8 @@ def test_a_missing_or_short_object_is_an_error(own):
     )
     with pytest.raises(CorruptIndexError, match=r"c.1.0.0 is missing, or ends before"):
         store.fetch([66])
-    overwrite(url, "tokens/bf16/c.0.0.0", b"short")
-    with pytest.raises(CorruptIndexError, match=r"c.0.0.0 has 5 bytes instead of \d+"):
+    overwrite(url, "tokens/bf16/c.4.0.0", b"short")
+    with pytest.raises(CorruptIndexError, match=r"c.4.0.0 has 5 bytes instead of \d+"):
         TokenStore.open(url)
 
 
