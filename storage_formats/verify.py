@@ -14,7 +14,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
 from storage_formats.arrays import Bools
 from storage_formats.cache import cache_directory
@@ -28,7 +27,6 @@ from storage_formats.format.layout import ROOT, IndexSpec, Layout, padded_shard_
 from storage_formats.format.manifest import (
     CommittedIndex,
     Counts,
-    Manifest,
     kept_snapshots,
     named_files,
 )
@@ -159,7 +157,7 @@ def _problems(
 
     problems = list(_check_metadata(index))
     counts = Counts(0, 0, 0)
-    check = functools.partial(_check_shard, index)
+    check = functools.partial(check_shard, index)
     checked = ordered_map(check, items(), _THREADS, 2 * _THREADS)
     for done, (shard_problems, shard_counts) in enumerate(checked, 1):
         problems += shard_problems
@@ -181,80 +179,48 @@ def _problems(
     return problems
 
 
-def _check_shard(
+def check_shard(
     index: CommittedIndex, item: tuple[int, Mapping[str, FileEntry], bool]
 ) -> tuple[list[Problem], Counts]:
-    """Check a shard with `check_shard`. If the index is on an object store, the files
-    of the shard are downloaded first.
+    """Check all files of a shard. If the index is on an object store, they are
+    downloaded first.
 
     Args:
         item: (shard number, entries of the files of the shard, keyed by path, whether
             its rows file is sound).
 
     Returns:
-        (problems, counts of the inputs).
+        The problems, and the counts of the inputs of the shard. If its rows cannot be
+        read, all counts are 0.
     """
     shard, files, has_rows = item
     layout = index.layout
-    manifest = index.manifest
-    paths = shard_paths(layout, manifest.spec, shard)
-    rows = None
-    if has_rows:
-        row_ids = manifest.spec.shard_rows(shard)
-        rows = read_index_rows(index.undeleted(), row_ids, ["status", "reason"])
-    with files_here(index, [files[path] for path in paths if path in files]):
-        return check_shard(layout, manifest, shard, files, rows)
-
-
-def shard_paths(layout: Layout, spec: IndexSpec, shard: int) -> list[str]:
-    """Return the paths of the files of a shard, relative to the index."""
+    spec = index.spec
+    codecs = [codec(name, spec.block_shape) for name in spec.precisions]
     paths = [layout.embedding_shard(shard)]
-    for name in spec.precisions:
-        ndim = len(codec(name, spec.block_shape).record_shape)
-        paths += [layout.token_shard(name, shard, ndim), layout.checksums(name, shard)]
-    return [layout.relative(path) for path in paths]
-
-
-def check_shard(
-    layout: Layout,
-    manifest: Manifest,
-    shard: int,
-    files: Mapping[str, FileEntry],
-    rows: pa.Table | None,
-) -> tuple[list[Problem], Counts]:
-    """Check all files of a shard.
-
-    Args:
-        files: entries of the shard in the shard table, keyed by path.
-        rows: the columns `status` and `reason` of the rows of the shard; None if they
-            cannot be read.
-
-    Returns:
-        The problems, and the counts of the inputs of the shard. Without `rows`, all
-        counts are 0.
-    """
-    spec = manifest.spec
-    expected = shard_paths(layout, spec, shard)
-    problems = list[Problem]()
-    for path in expected:
-        if path not in files:
-            problems.append(
-                Problem(path, "shard-table", "is not listed in the shard table")
-            )
-        elif problem := check_file(layout.root, files[path]):
-            problems.append(problem)
-    for path in sorted(files.keys() - set(expected)):
-        problems.append(
-            Problem(
-                path,
-                "shard-table",
-                "is in the shard table, but does not belong to this index",
-            )
+    for each in codecs:
+        ndim = len(each.record_shape)
+        paths += [layout.token_shard(each.name, shard, ndim)]
+        paths += [layout.checksums(each.name, shard)]
+    expected = [layout.relative(path) for path in paths]
+    problems = [
+        Problem(path, "shard-table", "is not listed in the shard table")
+        for path in expected
+        if path not in files
+    ]
+    problems += [
+        Problem(
+            path,
+            "shard-table",
+            "is in the shard table, but does not belong to this index",
         )
-
+        for path in sorted(files.keys() - {*expected})
+    ]
     counts = Counts(0, 0, 0)
     indexed = None
-    if rows is not None:
+    if has_rows:
+        columns = ["status", "reason"]
+        rows = read_index_rows(index.undeleted(), spec.shard_rows(shard), columns)
         statuses = rows["status"].to_pylist()
         counts = Counts(
             len(rows),
@@ -266,12 +232,13 @@ def check_shard(
         if problem_of_counts := counts.problem():
             where = f"shard {shard} of the rows"
             problems.append(Problem(where, "counts", problem_of_counts))
-    for name in spec.precisions:
-        problems += _check_tokens(
-            layout, spec, shard, codec(name, spec.block_shape), indexed
-        )
-    if indexed is not None:
-        problems += _check_embeddings(layout, spec, shard, indexed)
+    listed = [files[path] for path in expected if path in files]
+    with files_here(index, listed):
+        problems += filter(None, [check_file(layout.root, entry) for entry in listed])
+        for each in codecs:
+            problems += _check_tokens(layout, spec, shard, each, indexed)
+        if indexed is not None:
+            problems += _check_embeddings(layout, spec, shard, indexed)
     return problems, counts
 
 

@@ -229,7 +229,41 @@ class Manifest:
             raise CorruptIndexError(
                 f"cannot read {where}: {error}; restore the file from a backup"
             ) from error
-        return _parse(where, value)
+        if not isinstance(value, dict) or value.get("format") != FORMAT:
+            raise UsageError(
+                f"{where} is not the manifest of an EDJE index; give the path of an"
+                " EDJE index"
+            )
+        format_version = str(value.get("format_version"))
+        if is_old_format(value):
+            raise UsageError(
+                f"{where} has format version {format_version}, which this version of"
+                " edje-index can only upgrade; upgrade the index",
+                remedy="upgrade",
+            )
+        if format_version.split(".")[0] != FORMAT_VERSION.split(".")[0]:
+            raise UsageError(
+                f"{where} has format version {format_version}, but this version of"
+                f" edje-index reads {FORMAT_VERSION}; upgrade edje-index"
+            )
+        if value.get("crc32c") != json_checksum(value):
+            raise CorruptIndexError(
+                f"{where} does not match its checksum, so the file was damaged or"
+                " edited; restore the file from a backup"
+            )
+        try:
+            manifest: Manifest = read_json(
+                Manifest, {**value, "spec": value}, "index.json"
+            )
+            _check_members(manifest)
+        except RemovedPrecisionError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError, UsageError) as error:
+            # `IndexSpec` and `check_names` raise UsageError.
+            raise CorruptIndexError(
+                f"{where} is damaged: {error!r}; restore the file from a backup"
+            ) from error
+        return manifest
 
     def to_json(self) -> Json:
         """Return the members of `index.json`."""
@@ -515,45 +549,6 @@ def earlier_snapshots(place: Place, current: Manifest) -> list[int]:
     )
 
 
-def _parse(where: IndexLocation, value: Any) -> Manifest:
-    """Return the manifest that `value`, the parsed JSON of the file `where`, describes.
-    For the errors, see `Manifest.load`.
-    """
-    if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise UsageError(
-            f"{where} is not the manifest of an EDJE index; give the path of an EDJE"
-            " index"
-        )
-    format_version = str(value.get("format_version"))
-    if is_old_format(value):
-        raise UsageError(
-            f"{where} has format version {format_version}, which this version of"
-            " edje-index can only upgrade; upgrade the index",
-            remedy="upgrade",
-        )
-    if format_version.split(".")[0] != FORMAT_VERSION.split(".")[0]:
-        raise UsageError(
-            f"{where} has format version {format_version}, but this version of"
-            f" edje-index reads {FORMAT_VERSION}; upgrade edje-index"
-        )
-    if value.get("crc32c") != json_checksum(value):
-        raise CorruptIndexError(
-            f"{where} does not match its checksum, so the file was damaged or edited;"
-            " restore the file from a backup"
-        )
-    try:
-        manifest: Manifest = read_json(Manifest, {**value, "spec": value}, "index.json")
-        _check_members(manifest)
-    except RemovedPrecisionError:
-        raise
-    except (AttributeError, KeyError, TypeError, ValueError, UsageError) as error:
-        # `IndexSpec` and `check_names` raise UsageError.
-        raise CorruptIndexError(
-            f"{where} is damaged: {error!r}; restore the file from a backup"
-        ) from error
-    return manifest
-
-
 def is_old_format(value: Any) -> bool:
     """Return True if `value`, the parsed JSON of an `index.json`, is in a format that
     `storage_formats.upgrade` upgrades.
@@ -594,16 +589,10 @@ def _check_members(manifest: Manifest) -> None:
             raise ValueError(f"{table.path} is too short for its shards")
     check_names(spec.precisions)
     check_columns(manifest.columns)
-    _check_rows_files(manifest)
     # `ann_files` raises an error if an entry in `ann` is not valid.
     _ = manifest.ann_files
-
-
-def _check_rows_files(manifest: Manifest) -> None:
-    """Raise ValueError unless the rows files hold the rows of all shards, in ascending
-    order, and are long enough for their rows.
-    """
-    spec = manifest.spec
+    # The rows files must hold the rows of all shards, in ascending order, and be long
+    # enough for their rows.
     before = -1
     first_row = spec.used_segments[0].first_row
     for position, each in enumerate(manifest.rows_files):
