@@ -139,16 +139,14 @@ class DeviceFetcher:
     ) -> None:
         self.device = resolve_device(device)
         self._store = store
-        cuda = self.device.type == "cuda"
         self._rows = max(1, buffer_bytes // store.record_bytes)
         # The buffers are allocated when a fetch needs them, and are no larger than the
         # largest fetch needs.
         self._buffers = [torch.empty(0, store.record_bytes, dtype=torch.uint8)] * 2
         self._stream: torch.cuda.Stream | None = None
         self._copied: list[torch.cuda.Event] = []
-        if cuda:
-            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            self._stream = stream
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             for _ in range(2):
                 self._copied.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
 
@@ -188,16 +186,17 @@ class DeviceFetcher:
             if (values := self._store.offset) is not None:
                 offset = torch.from_numpy(values).to(self.device)
             out_indices = torch.from_numpy(order).to(self.device)
-            for turn, start in enumerate(range(0, len(ids), self._rows)):
+            for number, start in enumerate(range(0, len(ids), self._rows)):
+                turn = number % 2
                 part = slice(start, start + self._rows)
                 # the previous copy from the same host buffer must be finished
                 if self._copied:
-                    self._copied[turn % 2].synchronize()
-                host = self._host_buffer(turn % 2, len(order[part]))
+                    self._copied[turn].synchronize()
+                host = self._host_buffer(turn, len(order[part]))
                 self._store.fetch_records(ids[order[part]], out=host.numpy())
                 records = host.to(self.device, non_blocking=True)
                 if self._copied:
-                    self._copied[turn % 2].record(self._stream)
+                    self._copied[turn].record(self._stream)
                 out[out_indices[part]] = decode_records_torch(
                     self._store.precision, records, self._store.block_shape, offset
                 )

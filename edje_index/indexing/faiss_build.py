@@ -82,9 +82,7 @@ class AnnRequest:
         """Return a request for the kind and the recall of an existing index, from
         `ann` in `index.json`.
         """
-        kind = (
-            "Flat" if ann.get("kind") == AnnKind().name else ann.get("factory", "auto")
-        )
+        kind = "Flat" if ann.get("kind") == "flat" else ann.get("factory", "auto")
         return cls(kind, ann.get("recall", {}).get("target", TARGET_RECALL))
 
 

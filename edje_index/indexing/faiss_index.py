@@ -421,7 +421,7 @@ def nearest(
     *,
     probes: int | None,
     live: NDArray[np.uint8] | None,
-    candidates: int = CANDIDATES_PER_NEIGHBOUR[0],
+    candidates: int,
 ) -> list[Neighbours]:
     """Search FAISS indexes. Return at most `k` nearest rows for each query, best first,
     with exact similarities.

@@ -220,7 +220,8 @@ class DirectionWeights:
 
     def of(self, direction: str) -> ScoreWeights:
         """Return the weights of `direction`, "t2i" or "i2t"."""
-        return {TEXT_TO_IMAGE: self.t2i, IMAGE_TO_TEXT: self.i2t}[direction]
+        weights: ScoreWeights = getattr(self, direction)
+        return weights
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:

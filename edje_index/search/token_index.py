@@ -103,11 +103,8 @@ class TokenIndex:
         self._columns = columns
         self._refreshing = threading.Lock()
         self._fetching = threading.Lock()
-        self._open(index, precision)
-
-    def _open(self, index: CommittedIndex, precision: str | None) -> None:
         self.committed = index
-        self.rows = IndexRows(index, self._columns)
+        self.rows = IndexRows(index, columns)
         self._ann = AnnIndex(index)
         self.store = TokenStore(index, precision)
         self._stores = {self.store.precision: self.store}
@@ -219,9 +216,8 @@ class TokenIndex:
         # Without the lock, a slower call could replace a newer snapshot with an older
         # one.
         with self._refreshing:
-            current = self.at_current_snapshot()
-            if current is not self:
-                self._open(current.committed, current.precision)
+            current = vars(self.at_current_snapshot())
+            vars(self).update({**current, "_refreshing": self._refreshing})
             return self.manifest.snapshot.number
 
     def at_current_snapshot(self) -> TokenIndex:

@@ -87,8 +87,6 @@ _TIME = "timestamp"
 _TEXTS = "list of texts"
 _EXAMPLE = "write conditions such as width > 800 and uri like '%.jpg'"
 _SHOWN = 30
-_INT64_MIN = -(1 << 63)
-_INT64_MAX = (1 << 63) - 1
 
 _Constant: TypeAlias = bool | int | float | str
 _Operand: TypeAlias = pa.Field | _Constant
@@ -270,7 +268,7 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
         return text[1:-1].replace("''", "'")
 
     def integer(self, digits: Token) -> int:
-        if len(digits) > 20 or not _INT64_MIN <= int(digits) <= _INT64_MAX:
+        if len(digits) > 20 or abs(int(digits)) >= 1 << 63:
             raise _error(
                 f"the number {digits[:_SHOWN]} does not fit in 64 bits; write a number"
                 " of at most 18 digits"
