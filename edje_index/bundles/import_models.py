@@ -471,8 +471,8 @@ def load_towers(
     location: str | Path | Source = vision
     if isinstance(vision, str) and hub_kind(vision) is None:
         location = Path(vision.removeprefix(LOCAL_DIR))
-    if isinstance(vision, str) and isinstance(location, Path) and not location.is_dir():
-        clip, config = load_clip(vision)
+    if isinstance(location, Path) and not location.is_dir():
+        clip, config = load_clip(str(vision))
         folder = None
     else:
         is_complete = {"vision_model", "text_model"} <= towers_in(inside)

@@ -207,10 +207,11 @@ def describe_bundle(info: BundleInfo) -> BundleInfo:
         }
         for path in paths
     }
-    fingerprint = _stored_fingerprint(replace(info, files=files).to_json())
-    encoder = encoder_fingerprint(info.adapter, files)
+    info = replace(info, files=files)
     return replace(
-        info, files=files, fingerprint=fingerprint, encoder_fingerprint=encoder
+        info,
+        fingerprint=_stored_fingerprint(info.to_json()),
+        encoder_fingerprint=encoder_fingerprint(info.adapter, files),
     )
 
 

@@ -61,9 +61,8 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
         raise ModelError(
             f"unknown data type {dtype!r}: give one of {', '.join(DTYPES)}"
         )
-    if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    uses_bfloat16 = dtype == "bfloat16" or (dtype == "auto" and device.type == "cuda")
+    return torch.bfloat16 if uses_bfloat16 else torch.float32
 
 
 def autocast(

@@ -126,10 +126,8 @@ class TextTower(TextEncoder):
     def embed(self, texts: list[str]) -> Tensor:
         with tokenizing():
             ids = self.tokenizer(texts)
-        device = next(self.clip.parameters()).device
-        encode = self.clip.encode_text
-        embeddings: Tensor = encode(  # type: ignore[operator]
-            ids.to(device), normalize=True
+        embeddings: Tensor = self.clip.encode_text(  # type: ignore[operator]
+            ids.to(next(self.clip.parameters()).device), normalize=True
         )
         return embeddings
 
