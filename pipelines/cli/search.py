@@ -45,7 +45,7 @@ def search(
     texts: Path | None = None,
     k: int = 10,
     pool: int | None = None,
-    score: str | None = None,
+    score: str = BUNDLE_SCORE,
     where: str | None = None,
     precision: str | None = None,
     min_relevance: float = 0.0,
@@ -161,7 +161,6 @@ def search(
     # spinning costs more time than it saves.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     names = None if columns is None else [name.strip() for name in columns.split(",")]
-    score = score or BUNDLE_SCORE
     with paused_collector():
         from edje_index.search.token_index import TokenIndex
 
@@ -288,7 +287,7 @@ def _print_hits(
 
 
 @command("edje_index.evaluation.explain:explain_index")
-def explain(job: Job, *, out: Path | None = None) -> Iterator[str]:
+def explain(job: Job, *, out: Path = Path("explain.html")) -> Iterator[str]:
     """Write an HTML page that explains the tokens of INDEX with words.
 
     ROW is a row id. For each ROW, the page shows the image and the words of the
@@ -318,7 +317,6 @@ def explain(job: Job, *, out: Path | None = None) -> Iterator[str]:
     from storage_formats.atomic import write_bytes_atomic
 
     explanation = job.run()
-    out = out or Path("explain.html")
     page = explain_page(explanation)
     write_bytes_atomic(out, page.encode(errors="backslashreplace"))
     note(f"page: {out}")
