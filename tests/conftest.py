@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import json
 import os
 import shutil
 import signal
@@ -203,18 +204,39 @@ def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
     )
 
 
+class Command:
+    """Runs `edje-index ARGUMENTS` in this process."""
+
+    def __init__(self, capsys):
+        self._capsys = capsys
+
+    def __call__(self, *arguments):
+        """The exit code, the standard output and the standard error."""
+        from pipelines.cli import main
+
+        code = main([*map(str, arguments)])
+        return code, *self._capsys.readouterr()
+
+    def ok(self, *arguments):
+        """The output of a command that succeeds."""
+        code, out, err = self(*arguments)
+        assert code == 0, (arguments, out, err)
+        return out
+
+    def json(self, *arguments):
+        """The object that a command that succeeds prints."""
+        return json.loads(self.ok(*arguments, "--json"))
+
+    def refused(self, *arguments):
+        """The message of a command that is refused and prints nothing."""
+        code, out, err = self(*arguments)
+        assert (code, out) == (2, ""), (arguments, err)
+        return err
+
+
 @pytest.fixture
 def run(capsys):
-    """Run `edje-index ARGUMENTS` in this process; returns exit code, standard
-    output and standard error.
-    """
-    from pipelines.cli import main
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        code = main([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
-
-    return call
+    return Command(capsys)
 
 
 @pytest.fixture(scope="session")

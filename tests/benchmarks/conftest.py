@@ -9,10 +9,10 @@ from benchmarks.fetch import make_synthetic
 from storage_formats.format.layout import IndexSpec
 
 SPEC = IndexSpec(
-    rows=300,
-    shard_size=128,
-    block_shape=(32, 64),
-    embed_dim=8,
+    300,
+    128,
+    (32, 64),
+    8,
     precisions=("bf16", "fp8"),
 )
 

@@ -127,18 +127,15 @@ def test_missing_data_are_named_with_their_remedy_and_what_is_no_experiment_is_r
     run, tmp_path
 ):
     options = ["--data", tmp_path, "--out", tmp_path / "o"]
-    code, out, _ = run("bench", "paper", "prior-art", "io-test", *options, "--commands")
-    assert code == 0
+    out = run.ok("bench", "paper", "prior-art", "io-test", *options, "--commands")
     assert "bench make-synthetic" in out
     code, out, _ = run("bench", "paper", "language-model", *options)
     assert code == 1
     assert "put the caption files of the pre-training images there" in out
     assert "| - (84.52) |" in out
-    code, out, err = run("bench", "paper", "tabel", *options)
-    assert (code, out) == (2, "")
+    err = run.refused("bench", "paper", "tabel", *options)
     assert "choose from prior-art, zero-shot" in err
-    code, _, again = run("bench", "paper", *options)
-    assert (code, again) == (2, err)
+    assert run.refused("bench", "paper", *options) == err
 
 
 def test_a_step_runs_once_also_in_a_moved_folder_and_a_failed_step_runs_again(
@@ -220,8 +217,7 @@ def test_every_experiment_runs_on_small_data(tiny_bundle, run, tmp_path, monkeyp
         "--out",
         tmp_path / "o",
     ]
-    code, out, err = run(*command, "--json")
-    assert code == 0, err
+    out = run.ok(*command, "--json")
     tables = json.loads(out)
     states = {name: table["state"] for name, table in tables.items()}
     partial = {
@@ -250,10 +246,9 @@ def test_a_trained_model_is_measured_without_training(
     data = write_data(tmp_path / "data", 4, tiny_bundle, tiny_bundle)
     out = tmp_path / "out"
     command = ["bench", "paper", "--model", tiny_bundle, "--data", data, "--out", out]
-    code, printed, err = run(*command, "--json")
-    assert code == 0, err
+    printed = run.json(*command)
     assert "train" not in commands
-    tables = json.loads(printed)
+    tables = printed
     assert set(tables) == set(experiments.OF_A_MODEL)
     measured = {
         row["label"] for table in tables.values() for row in table["rows"] if row["own"]

@@ -16,18 +16,17 @@ from tests.integration.builds import make_photos
 
 
 def test_a_synthetic_index_is_sound_and_repeatable(tmp_path, run):
-    options = ("--rows", 1100, "--precision", "fp8", "--json")
+    options = ("--rows", 1100, "--precision", "fp8")
     for name in "ab":
-        code, out, _ = run("bench", "make-synthetic", tmp_path / name, *options)
-        assert (code, json.loads(out)["shards"]) == (0, 2)
+        built = run.json("bench", "make-synthetic", tmp_path / name, *options)
+        assert built["shards"] == 2
         assert verify_index(tmp_path / name) == []
     a, b = (
         TokenStore.open(tmp_path / name, "fp8").fetch(range(1000, 1100)).view(np.uint16)
         for name in "ab"
     )
     assert (a == b).all()
-    code, _, err = run("bench", "make-synthetic", tmp_path, *options)
-    assert (code, "not empty" in err) == (2, True)
+    assert "not empty" in run.refused("bench", "make-synthetic", tmp_path, *options)
 
 
 # starts several processes with torch
@@ -35,9 +34,7 @@ def test_a_synthetic_index_is_sound_and_repeatable(tmp_path, run):
 def test_builds_are_compared_with_a_bare_loop(tmp_path, run):
     make_photos(tmp_path / "photos", 4)
     options = ("--images", 24, "--report", tmp_path / "out", "--json")
-    code, out, err = run("bench", "build", tmp_path / "photos", *options)
-    assert code == 0, err
-    rows = json.loads(out)["rows"]
+    rows = json.loads(run.ok("bench", "build", tmp_path / "photos", *options))["rows"]
     assert {(row["table"], row["subject"]) for row in rows} == {
         (f"24 photos, no model, {size} pixels", subject)
         for size in (224, 384)
@@ -66,9 +63,7 @@ def test_a_model_that_costs_nothing_encodes_what_a_build_stores(tmp_path, monkey
 def test_results_of_a_device_are_compared_with_those_of_the_cpu(tmp_path, run):
     make_photos(tmp_path / "photos", 5)
     options = ("--tiny", "--report", tmp_path / "out", "--json")
-    code, out, err = run("bench", "gpu", tmp_path / "photos", *options)
-    assert code == 0, err
-    report = json.loads(out)
+    report = json.loads(run.ok("bench", "gpu", tmp_path / "photos", *options))
     tables = {row["table"] for row in report["rows"] if row["values"]}
     assert set(gpu.PARTS) < tables
     assert len(tables) == len(gpu.PARTS) + 2, "builds with two towers"
@@ -92,5 +87,4 @@ def test_wrong_results_of_a_device_are_found(tmp_path, monkeypatch):
 
 def test_folders_without_photos_are_refused(tmp_path, run):
     for name in ("build", "gpu"):
-        code, _, err = run("bench", name, tmp_path)
-        assert (code, "has no photos" in err) == (2, True)
+        assert "has no photos" in run.refused("bench", name, tmp_path)

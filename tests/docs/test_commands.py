@@ -138,8 +138,7 @@ def run_line(line: str, home: Path, run) -> None:
     words = words_of(line, home)
     if words[0] in ("build", "merge", "import-arrays"):
         shutil.rmtree(home / words[words.index("--out") + 1], ignore_errors=True)
-    code, out, err = run(*words)
-    assert code == 0, f"{line}\n{out}\n{err}"
+    run.ok(*words)
 
 
 NEED_SERVERS = {"sources", "object-store"}
@@ -231,8 +230,7 @@ def test_the_fetch_benchmarks_of_the_guides_run(line, home, run):
         "photos.edje" if word == "random.edje" else word
         for word in words_of(line, home)
     ]
-    code, out, err = run(*words, "--repeats", "1", "--pool", "50", "--quick")
-    assert code == 0, err
+    out = run.ok(*words, "--repeats", "1", "--pool", "50", "--quick")
     assert "random blocks in one call" in out
 
 

@@ -31,7 +31,7 @@ from tests.object_store import FaultyProxy, s3_server, use_endpoint
 
 # they start a server
 pytestmark = pytest.mark.slow
-SPEC = IndexSpec(rows=2, shard_size=2, block_shape=(1, 16), embed_dim=4)
+SPEC = IndexSpec(2, 2, (1, 16), 4)
 CASES = {
     "new": ("", "first", False),
     "next": ("first", "second", False),

@@ -30,7 +30,7 @@ from storage_formats.format.rows import ROW_SCHEMA
 from storage_formats.format.shard_table import read_shard_table, write_shard_table
 from tests.conftest import REPO, ann_path, rows_path, write_random_index
 
-SPEC = IndexSpec(rows=40, shard_size=32, block_shape=(2, 4), embed_dim=12)
+SPEC = IndexSpec(40, 32, (2, 4), 12)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.conftest import same_bits, write_random_index
 from tests.integration.builds import contents, make_photos
 from tests.pipelines.conftest import stop_after_one_shard
 
-SPEC = IndexSpec(rows=9, shard_size=4, block_shape=(4, 32), embed_dim=4)
+SPEC = IndexSpec(9, 4, (4, 32), 4)
 
 
 @pytest.fixture(scope="module")

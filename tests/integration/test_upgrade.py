@@ -126,11 +126,11 @@ def test_readers_name_the_upgrade_and_changes_make_it(old, tmp_path, run):
         row["row_id"] for row in EXPECTED["rows"]["6"][1:]
     ]
     assert problems_and_counts(other) == []
-    code, out, _ = run("upgrade", old)
-    assert (code, "upgraded  7\n" in out) == (0, True)
-    code, out, _ = run("upgrade", old, "--json")
-    assert json.loads(out)["upgraded"] == 0
-    assert run("upgrade", tmp_path / "nowhere")[0] == 2
+    out = run.ok("upgrade", old)
+    assert "upgraded  7\n" in out
+    out = run.json("upgrade", old)
+    assert out["upgraded"] == 0
+    run.refused("upgrade", tmp_path / "nowhere")
 
 
 def test_an_unfinished_change_is_discarded(old):

@@ -55,9 +55,7 @@ INLINE = [
 ]
 """Options of a build in this process, in shards of four."""
 
-SMALL = IndexSpec(
-    rows=21, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8")
-)
+SMALL = IndexSpec(21, 8, (2, 8), 4, precisions=("bf16", "fp8"))
 
 
 def run_build(

@@ -5,7 +5,6 @@ not lose rows.
 from __future__ import annotations
 
 import errno
-import json
 import os
 
 import pytest
@@ -54,9 +53,7 @@ def test_a_build_stops_at_lasting_trouble_and_resumes(
     assert f"cannot read {photos / '05.jpg'}: {os.strerror(number)}; " in err
     assert "1 of 3 shards are finished. To resume: " in err
     assert not Layout(tmp_path / "photos.edje").manifest.exists()
-    code, out, _ = run(*build, "--json")
-    assert code == 0
-    assert json.loads(out)["failed_by_reason"] == {"not-an-image": 1}
+    assert run.json(*build)["failed_by_reason"] == {"not-an-image": 1}
 
 
 def test_photos_that_vanish_after_the_plan(run, build, photos, tmp_path, monkeypatch):
@@ -74,6 +71,4 @@ def test_photos_that_vanish_after_the_plan(run, build, photos, tmp_path, monkeyp
     )
     photos.rmdir()
     (tmp_path / "elsewhere").rename(photos)
-    code, out, _ = run(*build, "--json")
-    assert code == 0
-    assert json.loads(out)["failed"] == 1
+    assert run.json(*build)["failed"] == 1

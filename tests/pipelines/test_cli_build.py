@@ -83,9 +83,7 @@ def test_an_output_in_its_source_is_no_input(run, build, photos):
 
 def test_truncated_images_are_loaded_on_request_and_counted(run, build, index, photos):
     (photos / "08.jpg").write_bytes((photos / "08.jpg").read_bytes()[:-300])
-    code, out, _ = run(*build, "--truncated", "load", "--json")
-    assert code == 0
-    result = json.loads(out)
+    result = run.json(*build, "--truncated", "load")
     assert (result["indexed"], result["truncated"], result["failed_by_reason"]) == (
         9,
         1,
@@ -94,20 +92,16 @@ def test_truncated_images_are_loaded_on_request_and_counted(run, build, index, p
     row = read_rows(index, [8]).to_pylist()[0]
     assert (row["status"], row["reason"], row["width"] > 0) == ("indexed", None, True)
     assert "truncated" in row["detail"]
-    assert run("verify", index)[0] == 0
-    assert (
-        json.loads(run(*build, "--truncated", "load", "--json")[1])["truncated"] is None
-    )
+    run.ok("verify", index)
+    assert run.json(*build, "--truncated", "load")["truncated"] is None
     assert "truncated load in the index, fail requested" in run(*build)[2]
 
 
 def test_the_same_command_again_does_nothing_and_says_so(run, build, index):
     run(*build)
     before = {path: path.stat().st_mtime_ns for path in index.rglob("*")}
-    code, out, _ = run(*build)
-    assert code == 0
-    assert re.search("already finished +yes", out)
-    assert json.loads(run(*build, "--json")[1])["already_finished"] is True
+    assert re.search("already finished +yes", run.ok(*build))
+    assert run.json(*build)["already_finished"] is True
     assert {path: path.stat().st_mtime_ns for path in index.rglob("*")} == before
 
 
@@ -139,16 +133,14 @@ def test_a_finished_index_is_not_rebuilt_for_other_inputs_or_settings(
     run, build, photos
 ):
     run(*build)
-    code, _, err = run(*build, "--truncated", "load")
-    assert code == 2
+    err = run.refused(*build, "--truncated", "load")
     assert "--truncated: " in err
     write_photo(photos / "new.jpg", 99)
     (photos / "00.jpg").unlink()
     write_photo(photos / "01.jpg", 98)
     with open(photos / "01.jpg", "ab") as file:
         file.write(b"longer")
-    code, _, err = run(*build)
-    assert code == 2
+    err = run.refused(*build)
     assert (
         "they had 10 inputs and now have 10, with other names, sizes or metadata" in err
     )
@@ -188,13 +180,10 @@ def test_a_build_with_too_many_failures_stops_and_goes_on_with_a_larger_limit(
         assert not Directory(index).manifest.exists()
     assert len(run("failures", index)[1].splitlines()) == 2
     kept = Directory(index).embedding_shard(0).stat().st_mtime_ns
-    code, out, _ = run(*build, "--max-failed", 0.2, "--json")
-    assert code == 0
-    assert json.loads(out)["failed"] == 2
-    assert json.loads(out)["ignored"] == {".txt": 1}, (
-        "a resumed build knows what its plan ignored"
-    )
-    assert json.loads(run(*build, "--max-failed", 0.2, "--json")[1])["ignored"] is None
+    out = run.json(*build, "--max-failed", 0.2)
+    assert out["failed"] == 2
+    assert out["ignored"] == {".txt": 1}, "a resumed build knows what its plan ignored"
+    assert run.json(*build, "--max-failed", 0.2)["ignored"] is None
     assert Directory(index).embedding_shard(0).stat().st_mtime_ns == kept, (
         "finished shards are not encoded again"
     )
@@ -213,12 +202,12 @@ def test_twenty_inputs_may_fail_by_default_and_no_more(run, build, photos, index
     assert "8 of 8 shards are finished and kept" in err
     shutil.rmtree(index)
     (photos / "bad-19.jpg").unlink()
-    assert run(*build)[0] == 0
+    run.ok(*build)
 
 
 def test_info_of_a_begun_and_of_a_finished_index(run, build, index, config):
     stop_after_one_shard(run_build, config())
-    begun = json.loads(run("info", config().out, "--json")[1])
+    begun = run.json("info", config().out)
     assert (begun["state"], begun["finished_shards"], begun["shards"]) == (
         "begun",
         1,
@@ -227,13 +216,13 @@ def test_info_of_a_begun_and_of_a_finished_index(run, build, index, config):
     assert begun["unfinished"] == {"kind": "build", "finished_shards": 1}
     assert "build, 1 shards finished" in run("info", config().out)[1]
     run(*build)
-    assert json.loads(run("info", index, "--json")[1])["unfinished"] is None
+    assert run.json("info", index)["unfinished"] is None
     stop_after_one_shard(quantize_index, index, ["fp8"])
     assert (
         "run 'quantize' again to finish it, or 'gc' to discard it"
         in run("info", index)[1]
     )
-    finished = json.loads(run("info", index, "--json")[1])
+    finished = run.json("info", index)
     assert (
         finished["state"],
         finished["counts"]["indexed"],
@@ -289,9 +278,9 @@ def test_a_signal_stops_a_build_cleanly_and_the_same_command_resumes(
     assert "Traceback" not in said
     assert psutil.wait_procs(family, timeout=10)[1] == []
     build[build.index("--engine") + 1] = "inline"
-    result = json.loads(run(*build, "--json")[1])
+    result = run.json(*build)
     assert (result["inputs"], result["indexed"], result["failed"]) == (40, 39, 1)
-    assert run("verify", index)[0] == 0
+    run.ok("verify", index)
 
 
 def test_a_deeply_nested_manifest_is_one_clear_error(run, build, index):

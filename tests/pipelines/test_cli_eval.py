@@ -165,7 +165,7 @@ def percent(ranks, cutoffs):
 
 
 def test_recall_equals_brute_force(run, world, tiny_bundle):
-    code, out, _ = run(
+    out = run.ok(
         *arguments(
             world,
             "--split",
@@ -177,7 +177,6 @@ def test_recall_equals_brute_force(run, world, tiny_bundle):
             "--json",
         )
     )
-    assert code == 0
     report = json.loads(out)
     dev = captions_of(world, ["dev"])
     known = {
@@ -250,27 +249,24 @@ def test_without_a_file_the_captions_are_those_of_the_index(
     build_index(source, index, tiny_bundle, engine="inline", max_failed=1)
     for options in ((), ("--split", "dev")):
         options = (*options, "--pool", 3, "--device", "cpu", "--json")
-        code, out, err = run("eval", index, *options)
-        assert code == 0, err
+        out = run.ok("eval", index, *options)
         own = json.loads(out)
         file = json.loads(run("eval", index, world / "captions.jsonl", *options)[1])
         assert own["results"] == file["results"]
         assert own["inputs"]["captions_used"] == file["inputs"]["captions_used"]
         assert own["captions"] == "of the index"
-    code, out, _ = run("eval", index, "--full", "--split", "dev", "--json")
-    assert (code, json.loads(out)["protocol"]) == (0, "full")
-    code, _, err = run("eval", index, "--split", "none")
-    assert (code, "holds no captions of the split 'none'" in err) == (2, True)
-    code, _, err = run("eval", world / "index")
-    assert (code, "holds no captions; give a file of captions" in err) == (2, True)
-    code, _, err = run("eval", index, "--images", world)
-    assert (code, "give captions" in err) == (2, True)
+    out = run.json("eval", index, "--full", "--split", "dev")
+    assert out["protocol"] == "full"
+    err = run.refused("eval", index, "--split", "none")
+    assert "holds no captions of the split 'none'" in err
+    err = run.refused("eval", world / "index")
+    assert "holds no captions; give a file of captions" in err
+    err = run.refused("eval", index, "--images", world)
+    assert "give captions" in err
 
 
 def test_the_full_protocol(run, world, tiny_bundle):
-    code, out, _ = run(*arguments(world, "--split", "dev", "--full", "--json"))
-    assert code == 0
-    report = json.loads(out)
+    report = json.loads(run.ok(*arguments(world, "--split", "dev", "--full", "--json")))
     rows = read_rows(world / "index").to_pylist()
     known = {
         "candidates": [row["row_id"] for row in rows if row["status"] == "indexed"],
@@ -329,6 +325,4 @@ def test_senseless_requests_are_refused(run, world, tmp_path, monkeypatch):
             "unknown part 'joint' of the score: give 'bundle', or PART=WEIGHT",
         ),
     ):
-        code, out, err = run(*arguments(world, *options))
-        assert (code, out) == (2, "")
-        assert words in err
+        assert words in run.refused(*arguments(world, *options))

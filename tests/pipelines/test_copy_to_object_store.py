@@ -24,7 +24,7 @@ from tests.pipelines.test_copy import check_equal
 # they start a server
 pytestmark = pytest.mark.slow
 # a shard of several parts
-LARGE = IndexSpec(rows=200, shard_size=180, block_shape=(64, 384), embed_dim=4)
+LARGE = IndexSpec(200, 180, (64, 384), 4)
 
 
 @pytest.fixture(autouse=True)

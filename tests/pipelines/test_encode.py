@@ -100,7 +100,7 @@ def test_an_index_names_the_processors_of_its_tokens(config, photos, monkeypatch
 @pytest.fixture
 def tasks(tmp_path):
     """Four shards of six photos, which are encoded one by one."""
-    spec = IndexSpec(rows=24, shard_size=6, block_shape=(4, 16), embed_dim=24)
+    spec = IndexSpec(24, 6, (4, 16), 24)
     root = tmp_path / "index"
     begin_index(Directory(root), spec)
     refs = []

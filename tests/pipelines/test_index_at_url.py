@@ -206,10 +206,7 @@ def test_hits_equal_those_of_the_local_index(tmp_path, run):
     assert there.refresh() == 1
     assert first not in [hit.row_id for hit in there.search("a dog", k=5)]
     for command, key in ((("search", "a dog", "-k", 2), "hits"), (("info",), "counts")):
-        values = [
-            json.loads(run(command[0], each, *command[1:], "--json")[1])[key]
-            for each in (URL, root)
-        ]
+        values = [run.json(command[0], each, *command[1:])[key] for each in (URL, root)]
         assert values[0] == values[1]
 
 

@@ -221,7 +221,7 @@ def test_source_columns_are_united(tmp_path):
     assert problems_and_counts(tmp_path / "merged") == []
 
 
-SPEC = IndexSpec(rows=300, shard_size=64, block_shape=(1, 2), embed_dim=16)
+SPEC = IndexSpec(300, 64, (1, 2), 16)
 CODES = AnnRequest("IVF8,PQ8x4fs", recall=0.9)
 
 

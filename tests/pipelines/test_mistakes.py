@@ -11,9 +11,7 @@ from storage_formats.format.layout import IndexSpec
 from tests.conftest import write_random_index
 from tests.pipelines.conftest import write_photo
 
-SPEC = IndexSpec(
-    rows=10, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16",)
-)
+SPEC = IndexSpec(10, 8, (2, 8), 4, precisions=("bf16",))
 BUILD = "--out new.edje --model model --engine inline"
 
 MISTAKES = [

@@ -83,9 +83,7 @@ def test_every_command_reads_and_writes_there(
         ("gc", index),
         ("history", index),
     ):
-        code, out, err = run(*command, "--json")
-        assert code == 0, (command, out, err)
-        json.loads(out)
+        run.json(*command)
     for root in (index, f"{NAME}2.edje", f"{NAME}3.edje"):
         assert not verify_index(root)
         assert len(TokenStore.open(root))
@@ -176,8 +174,7 @@ def test_names_of_members_in_any_encoding_work_everywhere(
     csv.write_csv(table.select(["uri"]), tmp_path / "rows.csv")
     assert csv.read_csv(tmp_path / "rows.csv")["uri"].to_pylist() == uris
     page = tmp_path / "page.html"
-    code, out, _ = run("search", root, "a dog", "-k", rows, "--json", "--html", page)
-    assert code == 0
+    out = run.ok("search", root, "a dog", "-k", rows, "--json", "--html", page)
     assert sorted(hit["uri"] for hit in json.loads(out)["hits"]) == sorted(uris)
     shown = html.unescape(page.read_text())
     assert all(printable(uri.rpartition("!")[2]) in shown for uri in uris)

@@ -82,17 +82,17 @@ def test_a_build_and_an_append_store_typed_columns(run, tmp_path, listed, tiny_b
         "source_source_width": ("int64", 1),
         "source_width": ("int64", 1),
     }
-    shown = json.loads(run("info", index, "--json")[1])["columns"]
+    shown = run.json("info", index)["columns"]
     assert {"name": "captions", "type": "list<string>", "values": 6} in shown
     assert {"name": "width", "type": "int32", "values": None} in shown
     assert " name rating, type float64, values 2\n" in run("info", index)[1]
     # finished, and the sources have not changed
-    assert run(*build)[0] == 0
+    run.ok(*build)
 
     further = write_lines(
         tmp_path / "more.jsonl", [{"path": "6.jpg", "safe": "unknown", "tags": ["a"]}]
     )
-    assert run("append", index, further, "--engine", "inline")[0] == 0
+    run.ok("append", index, further, "--engine", "inline")
     assert verify_index(index) == []
     rows = read_rows(index, columns=["safe", "tags", "rating"]).to_pylist()
     assert rows[4:] == [
@@ -106,7 +106,7 @@ def test_a_build_and_an_append_store_typed_columns(run, tmp_path, listed, tiny_b
     assert {column.name: column.type for column in Manifest.load(index, 0).columns}[
         "safe"
     ] == "bool"
-    assert run("rollback", index, 0)[0] == 0
+    run.ok("rollback", index, 0)
     assert read_rows(index, [4], ["safe"])["safe"].to_pylist() == [True]
 
 

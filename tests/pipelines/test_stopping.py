@@ -120,8 +120,7 @@ def test_ctrl_c_stops_the_copying_of_rows_and_the_same_command_resumes(
         assert process.wait(60) == 130, said
     assert "0 shards are finished. To resume: edje-index " in said
     assert Manifest.load(root).snapshot.number == 1
-    code, _, said = run(*words, root)
-    assert code == 0, said
+    run.ok(*words, root)
     row_ids = range(60) if words[0] == "compact" else range(1, 120, 2)
     assert TokenStore.open(changed).row_ids().tolist() == [*row_ids]
     assert verify_index(changed) == []

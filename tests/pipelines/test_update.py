@@ -449,9 +449,8 @@ def test_a_stopped_update_starts_anew_if_the_sources_change(built, photos):
 def test_the_command(built, photos, run):
     change_photos(photos)
     before = files(built)
-    code, output, _ = run("update", built, "--dry-run")
-    assert (code, files(built)) == (0, before)
-    words = " ".join(output.split())
+    words = " ".join(run.ok("update", built, "--dry-run").split())
+    assert files(built) == before
     assert "inputs 9 indexed 3 failed 1" in words
     assert "unchanged 5 new 2 changed 1 vanished 2" in words
     code, output, errors = run("update", built, "--engine", "inline", "--json")
@@ -940,3 +939,16 @@ def test_helpers_of_an_append_do_not_change_its_bytes(built, photos, tmp_path):
         update(built, photos, tmp_path / "more", helpers=1).unchanged
         == update(tmp_path / "other", photos, tmp_path / "more").unchanged
     )
+
+
+def test_a_list_with_repeated_and_missing_entries(config, photos, tmp_path):
+    listing = tmp_path / "list.jsonl"
+    names = ("00", "01", "00", "gone")
+    listing.write_text(
+        "".join(json.dumps({"path": f"photos/{name}.jpg"}) + "\n" for name in names)
+    )
+    root = build(config(sources=[str(listing)], max_failed=1))
+    assert update(root).unchanged == 3
+    (photos / "00.jpg").unlink()
+    write_photo(photos / "gone.jpg", 80)
+    check(update(root), changed=1, failed_by_reason={"missing": 2})

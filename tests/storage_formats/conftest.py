@@ -28,9 +28,7 @@ def odd(disk):
 @pytest.fixture(scope="module")
 def many_shards(disk):
     root = Path(tempfile.mkdtemp(dir=disk))
-    return root, write_random_index(
-        root, IndexSpec(rows=60, shard_size=4, block_shape=(2, 8), embed_dim=4)
-    )
+    return root, write_random_index(root, IndexSpec(60, 4, (2, 8), 4))
 
 
 @pytest.fixture(scope="module")

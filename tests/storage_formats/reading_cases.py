@@ -19,15 +19,13 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 # bf16 records of 512 bytes are whole sectors. Those of quantized precisions and of the
 # odd shape are not.
 SPEC = IndexSpec(
-    rows=300,
-    shard_size=64,
-    block_shape=(8, 32),
-    embed_dim=6,
+    300,
+    64,
+    (8, 32),
+    6,
     precisions=("bf16", "fp8", "nvfp4"),
 )
-ODD = IndexSpec(
-    rows=90, shard_size=40, block_shape=(3, 7), embed_dim=6, precisions=("bf16", "fp8")
-)
+ODD = IndexSpec(90, 40, (3, 7), 6, precisions=("bf16", "fp8"))
 HOLES = frozenset({0, 63, 64, 299})
 
 

@@ -56,9 +56,7 @@ def larger_index(tmp_path: Path) -> np.ndarray:
     """Copy an index of 20 shards of 64 KiB to `LARGER`. Return its blocks. About
     nine shards fit in `LESS` bytes.
     """
-    blocks = write_random_index(
-        tmp_path / "larger", IndexSpec(80, 4, block_shape=(64, 128), embed_dim=4)
-    )
+    blocks = write_random_index(tmp_path / "larger", IndexSpec(80, 4, (64, 128), 4))
     copy_index(tmp_path / "larger", LARGER, replace=True)
     return blocks
 
@@ -151,7 +149,7 @@ def test_a_block_of_zeros_is_never_taken_from_a_hole(proxy, stored, tmp_path, se
     """The file has a hole before the cached record, and the block in it consists of
     zeros.
     """
-    spec = IndexSpec(rows=8, shard_size=8, block_shape=(64, 32), embed_dim=4)
+    spec = IndexSpec(8, 8, (64, 32), 4)
     blocks = write_random_index(tmp_path / "zeros", spec, zeros=frozenset({0}))
     url = f"s3://bucket/zeros-{next(numbers)}.edje"
     copy_index(tmp_path / "zeros", url)

@@ -28,7 +28,7 @@ from storage_formats.format.journal import Journal, read_journal, unfinished_jou
 from storage_formats.format.places import Directory
 from tests.conftest import REPO, write_random_index
 
-SPEC = IndexSpec(rows=22, shard_size=8, block_shape=(2, 32), embed_dim=4)
+SPEC = IndexSpec(22, 8, (2, 32), 4)
 
 
 @pytest.fixture

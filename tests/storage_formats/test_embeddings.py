@@ -14,7 +14,7 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import write_random_index
 
-SPEC = IndexSpec(rows=150, shard_size=64, block_shape=(2, 8), embed_dim=12)
+SPEC = IndexSpec(150, 64, (2, 8), 12)
 
 
 @pytest.fixture(scope="module")

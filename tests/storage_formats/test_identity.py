@@ -23,9 +23,7 @@ from storage_formats.format.layout import Layout
 from storage_formats.format.parquet import ParquetRowGroups
 from tests.conftest import same_bits, write_random_index
 
-SPEC = IndexSpec(
-    rows=40, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8")
-)
+SPEC = IndexSpec(40, 8, (2, 8), 4, precisions=("bf16", "fp8"))
 KINDS = ("tokens", "checksums")
 
 

@@ -16,10 +16,10 @@ from tests.conftest import REPO, same_bits, write_random_index
 from tests.storage_formats.reading_cases import ALL, SPEC, linux, needs_queues
 
 LARGE = IndexSpec(
-    rows=200,
-    shard_size=64,
-    block_shape=(64, 384),
-    embed_dim=4,
+    200,
+    64,
+    (64, 384),
+    4,
     precisions=("bf16", "fp8", "nvfp4"),
 )
 

@@ -22,7 +22,7 @@ from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import IndexSpec
 from tests.conftest import write_random_index
 
-SPEC = IndexSpec(rows=5, shard_size=4, block_shape=(4, 16), embed_dim=6)
+SPEC = IndexSpec(5, 4, (4, 16), 6)
 ENTRY = {"path": "manifest/shards-0000000a.parquet", "bytes": 99, "crc32c": "0000000a"}
 # all members that `index.json` can have
 EVERYTHING = {

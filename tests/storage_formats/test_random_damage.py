@@ -25,9 +25,7 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import write_random_index
 
-SPEC = IndexSpec(
-    rows=21, shard_size=4, block_shape=(4, 16), embed_dim=6, precisions=("bf16", "fp8")
-)
+SPEC = IndexSpec(21, 4, (4, 16), 6, precisions=("bf16", "fp8"))
 
 
 def damage(path: Path, rng: random.Random) -> str:

@@ -14,7 +14,7 @@ from storage_formats.format.rows import RowEntry, rows_table
 from storage_formats.writing.shard_writer import ShardWriter
 from tests.conftest import finish_index, random_blocks
 
-SPEC = IndexSpec(rows=11, shard_size=8, block_shape=(4, 16), embed_dim=6)
+SPEC = IndexSpec(11, 8, (4, 16), 6)
 
 
 def table_of(spec: IndexSpec, shard: int, status: str = "indexed"):

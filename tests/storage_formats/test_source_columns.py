@@ -44,7 +44,7 @@ from storage_formats.format.source_columns import (
 from storage_formats.writing.shard_writer import ShardWriter
 from tests.conftest import finish_index, problems_and_counts
 
-SPEC = IndexSpec(rows=6, shard_size=4, block_shape=(2, 4), embed_dim=3)
+SPEC = IndexSpec(6, 4, (2, 4), 3)
 INT64 = st.integers(-(2**63), 2**63 - 1)
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
 TIMES = st.datetimes(timezones=st.just(datetime.UTC))

@@ -21,10 +21,8 @@ from storage_formats.format.offset import offset_block, write_offset
 from storage_formats.format.places import Directory
 from tests.conftest import same_bits, write_random_index
 
-SPEC = IndexSpec(
-    rows=21, shard_size=8, block_shape=(4, 32), embed_dim=6, precisions=precisions()
-)
-FULL = IndexSpec(rows=3, shard_size=1024, block_shape=(64, 384), embed_dim=384)
+SPEC = IndexSpec(21, 8, (4, 32), 6, precisions=precisions())
+FULL = IndexSpec(3, 1024, (64, 384), 384)
 HOLES = [0, 9, 10, 20]
 
 

@@ -24,7 +24,7 @@ from storage_formats.format.places import Directory
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import write_random_index
 
-SPEC = IndexSpec(rows=37, shard_size=8, block_shape=(4, 16), embed_dim=6)
+SPEC = IndexSpec(37, 8, (4, 16), 6)
 
 
 @pytest.fixture(scope="module")

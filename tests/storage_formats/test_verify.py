@@ -21,7 +21,7 @@ from storage_formats.format.shard_table import read_shard_table
 from storage_formats.verify import check_shard
 from tests.conftest import write_random_index
 
-SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(4, 16), embed_dim=6)
+SPEC = IndexSpec(21, 8, (4, 16), 6)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from storage_formats.format.places import Directory
 from storage_formats.format.rows import write_rows
 from tests.conftest import rows_path, write_arrays, write_random_index
 
-SPEC = IndexSpec(rows=11, shard_size=4, block_shape=(2, 8), embed_dim=4)
+SPEC = IndexSpec(11, 4, (2, 8), 4)
 
 
 def items(*paths: str) -> list[CaptionedImage]:

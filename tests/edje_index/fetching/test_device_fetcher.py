@@ -12,9 +12,7 @@ from storage_formats.format.layout import IndexSpec
 from tests.conftest import same_bits, write_random_index
 from tests.storage_formats import codec_reference as reference
 
-SPEC = IndexSpec(
-    rows=50, shard_size=16, block_shape=(4, 32), embed_dim=4, precisions=precisions()
-)
+SPEC = IndexSpec(50, 16, (4, 32), 4, precisions=precisions())
 REFERENCE = [name for name in precisions() if name != "bf16"]
 
 

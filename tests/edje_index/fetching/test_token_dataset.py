@@ -12,9 +12,7 @@ from edje_index.models.devices import to_bf16_array
 from storage_formats.format.layout import IndexSpec
 from tests.conftest import same_bits, write_random_index
 
-SPEC = IndexSpec(
-    rows=37, shard_size=8, block_shape=(4, 32), embed_dim=4, precisions=("bf16", "fp8")
-)
+SPEC = IndexSpec(37, 8, (4, 32), 4, precisions=("bf16", "fp8"))
 
 
 @pytest.fixture(scope="module")

@@ -36,9 +36,7 @@ def entry(row_id: int, uri: str, data: bytes, **fields: object) -> RowEntry:
 
 def write_index(root, entries: list[RowEntry]):
     """An index whose rows table holds `entries`."""
-    spec = IndexSpec(
-        rows=len(entries), shard_size=len(entries), block_shape=(4, 8), embed_dim=6
-    )
+    spec = IndexSpec(len(entries), len(entries), (4, 8), 6)
     begin_index(Directory(root), spec)
     kept = np.array([entry.row_id for entry in entries if entry.status == "indexed"])
     with ShardWriter(Directory(root), spec, 0) as writer:

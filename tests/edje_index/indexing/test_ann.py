@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from dataclasses import replace
 
@@ -22,7 +21,7 @@ from storage_formats.format.places import Directory
 from storage_formats.reading.embeddings import IndexedEmbeddings, read_embeddings
 from tests.conftest import ann_path, write_random_index
 
-SPEC = IndexSpec(rows=600, shard_size=128, block_shape=(1, 2), embed_dim=16)
+SPEC = IndexSpec(600, 128, (1, 2), 16)
 CODES = AnnRequest("IVF10,PQ8x4fs", recall=0.9)
 
 
@@ -280,28 +279,16 @@ def test_a_repair_keeps_the_kind_and_the_recall(root):
 
 
 def test_the_commands_build_and_describe(root, run):
-    code, out, err = run(
-        "ann",
-        "build",
-        root,
-        "--ann",
-        "IVF10,PQ8x4fs",
-        "--recall",
-        "0.9",
-        "--json",
-    )
-    assert code == 0, err
-    built = json.loads(out)
+    built = run.json("ann", "build", root, "--ann", "IVF10,PQ8x4fs", "--recall", "0.9")
     assert (built["kind"], built["factory"], built["vectors"]) == (
         "ivf-pq",
         "IVF10,PQ8x4fs",
         598,
     )
-    described = json.loads(run("info", root, "--json")[1])
+    described = run.json("info", root)
     assert described["ann"]["recall"] == built["recall"]
     assert described["ann_rebuild"] == []
-    assert "IVF10,PQ8x4fs" in run("info", root)[1]
-    code, _, err = run("ann", "build", root, "--ann", "HNSW32")
-    assert code == 2
+    assert "IVF10,PQ8x4fs" in run.ok("info", root)
+    err = run.refused("ann", "build", root, "--ann", "HNSW32")
     assert "--ann: the FAISS factory 'HNSW32' is not supported" in err
-    assert run("verify", root)[0] == 0
+    run.ok("verify", root)

@@ -21,7 +21,7 @@ from storage_formats.format.places import Directory
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import ann_path, write_random_index
 
-SPEC = IndexSpec(rows=300, shard_size=64, block_shape=(2, 4), embed_dim=12)
+SPEC = IndexSpec(300, 64, (2, 4), 12)
 HOLES = frozenset({0, 70, 299})
 
 
@@ -136,7 +136,7 @@ def test_damage_behind_a_correct_checksum_is_an_error_or_harmless(tmp_path, fact
     """
     write_random_index(
         tmp_path / "index",
-        IndexSpec(rows=121, shard_size=64, block_shape=(1, 1), embed_dim=4),
+        IndexSpec(121, 64, (1, 1), 4),
     )
     manifest = add_ann(tmp_path / "index", AnnRequest(ann=factory))
     path = tmp_path / "index" / manifest.ann_files[0].path

@@ -79,7 +79,7 @@ def case(tmp_path):
     refs[6] = replace(
         refs[6], content_hash=content_hash(files["5.jpg"]), duplicate_of=5
     )
-    spec = IndexSpec(rows=11, shard_size=8, block_shape=(4, 16), embed_dim=24)
+    spec = IndexSpec(11, 8, (4, 16), 24)
     root = tmp_path / "index"
     begin_index(Directory(root), spec)
     Directory(root).input_lists.mkdir()

@@ -145,7 +145,7 @@ def captioned_index(
     **columns: Sequence[object],
 ) -> CommittedIndex:
     """An index of random features, of which the first two rows have no captions."""
-    spec = IndexSpec(len(captions) + 2, 8, (16, 32), embed_dim=24)
+    spec = IndexSpec(len(captions) + 2, 8, (16, 32), 24)
     write_random_index(root, spec, failed=failed, duplicates=duplicates)
     values = {"captions": [*map(list, captions)], **columns}
     set_columns(root, np.arange(2, spec.rows), values)

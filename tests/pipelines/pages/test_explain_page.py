@@ -71,11 +71,8 @@ def case(tmp_path_factory, tiny_bundle):
 
 def explained(case, run, tmp_path, *arguments: object) -> tuple[Page, dict]:
     out = tmp_path / "page.html"
-    code, printed, err = run(
-        "explain", case / "photos.edje", *arguments, "--out", out, "--json"
-    )
-    assert code == 0, err
-    return Page(out.read_text()), json.loads(printed)
+    printed = run.json("explain", case / "photos.edje", *arguments, "--out", out)
+    return Page(out.read_text()), printed
 
 
 def test_rows_show_their_image_and_the_words_of_their_tokens(
@@ -213,7 +210,7 @@ def test_a_query_is_explained_by_words_patches_and_parts(case, run, tmp_path):
     assert "product" in text
     maps = [tag for tag, _ in page.tags if tag == "img"]
     assert len(maps) >= 3, "the photo, and a map of each word"
-    code, out, _ = run(
+    out = run.ok(
         "explain",
         case / "photos.edje",
         "3",
@@ -222,7 +219,6 @@ def test_a_query_is_explained_by_words_patches_and_parts(case, run, tmp_path):
         "--out",
         tmp_path / "p.html",
     )
-    assert code == 0
     assert "row 3: " in out
     assert "product" in out
 

@@ -63,10 +63,9 @@ def index(tmp_path_factory, tiny_bundle):
 def page_of(
     index, run, tmp_path, query: str = "a dog", *options: str
 ) -> tuple[Page, str]:
-    code, out, err = run(
+    out = run.ok(
         "search", index, query, "-k", "7", "--html", tmp_path / "page.html", *options
     )
-    assert code == 0, err
     return Page((tmp_path / "page.html").read_text()), out
 
 
