@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,17 +15,12 @@ from typing import Any
 import torch
 
 from pipelines.cli import main
-from tests.conftest import REPO
+from tests.conftest import environment
 
 
 def command(*arguments: str | Path) -> list[str]:
     """The command line of `edje-index ARGUMENTS`."""
     return [sys.executable, "-m", "pipelines.cli", *map(str, arguments)]
-
-
-def environment() -> dict[str, str]:
-    """This process's environment, with the source tree importable from any folder."""
-    return {**os.environ, "PYTHONPATH": str(REPO)}
 
 
 def run_process(*arguments: str | Path, expect: int = 0) -> dict[str, Any]:

@@ -197,6 +197,17 @@ def write_files(folder: Path, files: Mapping[str, object]) -> None:
         path.write_text(f"{content}\n")
 
 
+def environment() -> dict[str, str]:
+    """This process's environment, with the source tree importable from any folder."""
+    return {**os.environ, "PYTHONPATH": str(REPO)}
+
+
+def all_files(root: Path) -> dict[Path, bytes]:
+    """The content of all files, by relative path."""
+    files = (path for path in root.rglob("*") if path.is_file())
+    return {path.relative_to(root): path.read_bytes() for path in files}
+
+
 def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
     """Whether two bfloat16 arrays hold the same bits, NaN included."""
     return left.shape == right.shape and bool(

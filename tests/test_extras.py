@@ -4,7 +4,6 @@ missing one.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ import tomllib
 import pytest
 
 from storage_formats.extras import DISTRIBUTIONS, EXTRAS_OF_MODULE
-from tests.conftest import REPO, golden_index
+from tests.conftest import REPO, environment, golden_index
 
 INDEX = golden_index()
 BLOCK = """
@@ -51,12 +50,11 @@ COMMANDS = {
 def run_without_extras(code: str) -> subprocess.CompletedProcess[str]:
     """Run `code` in a process in which no module of an extra can be imported."""
     script = BLOCK.format(absent=sorted(EXTRAS_OF_MODULE)) + code
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
     return subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        env=environment,
+        env=environment(),
         check=False,
     )
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from storage_formats.launch import are_packages_hidden
-from tests.conftest import REPO
+from tests.conftest import REPO, environment
 
 SCRIPT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"][
     "edje-index"
@@ -137,7 +137,7 @@ def test_a_worker_of_the_command_finds_its_packages(tmp_path, tiny_bundle, name)
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPO)},
+        env=environment(),
     )
     assert done.returncode == 0, done.stderr
 
@@ -173,6 +173,6 @@ def test_a_worker_of_ray_imports_the_packages_before_those_of_a_user(tmp_path, n
         [sys.executable, "-P", "-c", code],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(REPO)},
+        env=environment(),
     )
     assert done.stdout == f"{REPO}/edje_index/__init__.py\n", done.stderr

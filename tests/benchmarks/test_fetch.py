@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import shutil
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from benchmarks.peers import (
 from pipelines import delete_rows
 from storage_formats import TokenStore, codec
 from tests.benchmarks.conftest import SPEC
-from tests.conftest import REPO, same_bits
+from tests.conftest import REPO, environment, same_bits
 from tests.docs import fetch_tables
 
 ROWS = SPEC.rows
@@ -102,7 +101,7 @@ def test_a_run_is_repeated_by_the_command_of_its_row(index):
         done = subprocess.run(
             [sys.executable, *words, json.dumps(arguments)],
             cwd=index.parent,
-            env={**os.environ, "PYTHONPATH": str(REPO)},
+            env=environment(),
             capture_output=True,
             text=True,
             check=True,

@@ -19,7 +19,7 @@ import pytest
 from pipelines import quantize_index
 from storage_formats.format.places import Directory
 from storage_formats.format.rows import read_rows
-from tests.conftest import REPO, ann_path, rows_path
+from tests.conftest import ann_path, environment, rows_path
 from tests.pipelines.conftest import (
     INLINE,
     run_build,
@@ -241,7 +241,7 @@ def start_build(arguments, folder, log):
         stdout=subprocess.DEVNULL,
         stderr=log,
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(REPO)},
+        env=environment(),
         start_new_session=True,
     )
 

@@ -33,7 +33,13 @@ from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.places import Directory
 from storage_formats.reading.embeddings import read_embeddings
-from tests.conftest import problems_and_counts, rows_path, same_bits, write_random_index
+from tests.conftest import (
+    all_files,
+    problems_and_counts,
+    rows_path,
+    same_bits,
+    write_random_index,
+)
 from tests.pipelines.conftest import SMALL
 
 SPEC = replace(SMALL, rows=37)
@@ -48,18 +54,14 @@ def index(tmp_path):
     return root, write_random_index(root, SPEC, failed=FAILED, duplicates=DUPLICATES)
 
 
-def contents(root: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
-
-
 def test_the_other_rows_are_copied(index, tmp_path):
     root, blocks = index
     delete_rows(root, rows=[1, 8, 20, 36])
-    before = contents(root)
+    before = all_files(root)
     dense = tmp_path / "dense"
     result = compact_index(root, dense)
     assert (result.rows, result.removed, result.shards) == (33, 4, 5)
-    assert contents(root) == before
+    assert all_files(root) == before
     kept = [row for row in range(SPEC.rows) if row not in (1, 8, 20, 36)]
     assert problems_and_counts(dense) == []
     with TokenStore.open(dense) as store:

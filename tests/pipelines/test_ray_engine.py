@@ -23,7 +23,7 @@ from pipelines.engines.base import (
 )
 from pipelines.engines.ray_engine import ATTEMPTS, run_on_ray, workers_of
 from storage_formats.errors import EdjeError, UsageError
-from tests.conftest import REPO
+from tests.conftest import environment
 from tests.pipelines.conftest import run_build
 from tests.pipelines.engine_tasks import Job, run_jobs
 
@@ -160,10 +160,6 @@ def test_a_cluster_that_cannot_be_joined_is_refused_before_a_silent_pipe_is_read
         run_build(config(sources=("-",), engine="ray", address="127.0.0.1:1"))
 
 
-def with_repo_on_path():
-    return {**os.environ, "PYTHONPATH": str(REPO)}
-
-
 ENDLESS = """
 import sys
 from pipelines.engines.ray_engine import run_on_ray
@@ -176,9 +172,7 @@ list(run_jobs(run_on_ray, sys.argv[1], [Job(1, "until_stopped")], on_progress=pr
 @pytest.mark.slow
 def test_a_local_ray_ends_with_its_killed_driver(tmp_path):
     command = [sys.executable, "-c", ENDLESS, str(tmp_path)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, env=with_repo_on_path()
-    ) as driver:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment()) as driver:
         assert b"Report" in driver.stdout.readline()
         processes = psutil.Process(driver.pid).children(recursive=True)
         assert len(processes) > 5
@@ -204,11 +198,11 @@ def check_private(processes):
     }
     assert addresses
     assert all(address.endswith("127.0.0.1") for address in addresses)
-    (environment,) = (
+    (settings,) = (
         process.environ() for process in processes if process.name() == "raylet"
     )
-    assert environment["RAY_AUTH_MODE"] == "token"
-    assert Path(environment["RAY_TMPDIR"]).stat().st_mode & 0o777 == 0o700
+    assert settings["RAY_AUTH_MODE"] == "token"
+    assert Path(settings["RAY_TMPDIR"]).stat().st_mode & 0o777 == 0o700
 
 
 def alive(processes):
@@ -236,7 +230,7 @@ def test_a_ray_that_was_imported_with_open_settings_is_refused():
         [sys.executable, "-c", IMPORTED_EARLY],
         capture_output=True,
         text=True,
-        env=with_repo_on_path(),
+        env=environment(),
         check=False,
     )
     assert done.returncode == 1

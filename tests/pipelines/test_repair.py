@@ -17,7 +17,7 @@ from pipelines import delete_rows, quantize_index, repair_index
 from pipelines.jobs.snapshots import roll_back
 from storage_formats import IndexSpec, verify_index
 from storage_formats.format.manifest import CommittedIndex
-from tests.conftest import ann_path, rows_path, write_random_index
+from tests.conftest import all_files, ann_path, rows_path, write_random_index
 
 SPEC = IndexSpec(21, 8, (2, 32), 4)
 
@@ -35,14 +35,6 @@ def sound(tmp_path_factory):
 @pytest.fixture
 def index(sound, tmp_path):
     return Path(shutil.copytree(sound, tmp_path / "index"))
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(root)): path.read_bytes()
-        for path in root.rglob("*")
-        if path.is_file()
-    }
 
 
 def harm(path: Path, how: str) -> None:
@@ -71,21 +63,21 @@ def harm(path: Path, how: str) -> None:
 def test_a_file_that_others_determine_gets_its_bytes_back(index, path, source, how):
     if path == "ann":
         path = ann_path(index).relative_to(index).as_posix()
-    before = contents(index)
+    before = all_files(index)
     harm(index / path, how)
     result = repair_index(index)
     assert [(file.path, file.source) for file in result.repaired] == [(path, source)]
     assert result.left == ()
-    assert contents(index) == before
+    assert all_files(index) == before
 
 
 def test_the_best_precision_cannot_be_made_from_others(index):
     harm(index / "tokens/bf16/c.1.0.0", "flipped")
-    damaged = contents(index)
+    damaged = all_files(index)
     result = repair_index(index)
     assert result.repaired == ()
     assert {problem.path for problem in result.left} == {"tokens/bf16/c.1.0.0"}
-    assert contents(index) == damaged
+    assert all_files(index) == damaged
 
 
 @pytest.mark.parametrize("path", ["rows", "embeddings/c.1.0"])
@@ -105,9 +97,9 @@ def test_what_cannot_be_repaired_is_named(index, run, path):
 
 
 def test_a_sound_index_stays_as_it_is(index, run):
-    before = contents(index)
+    before = all_files(index)
     out = run.ok("repair", index)
-    assert contents(index) == before
+    assert all_files(index) == before
     assert out == "nothing to do\n"
 
 
@@ -135,11 +127,11 @@ def test_the_neighbours_of_an_earlier_snapshot_are_found_again(index, is_shared)
 
 
 def test_a_repair_removes_what_a_killed_repair_left(index):
-    before = contents(index)
+    before = all_files(index)
     harm(index / "tokens/fp8/c.1.0", "noise")
     (index / "build/staging/00000001-attempt").mkdir(parents=True)
     (index / "build/staging/00000001-attempt/fp8").touch()
     (index / "build/staging/00000002-attempt").mkdir()
     repair_index(index)
-    assert contents(index) == before
+    assert all_files(index) == before
     assert not (index / "build/journal.json").exists()

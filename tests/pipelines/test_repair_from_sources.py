@@ -17,10 +17,10 @@ import pytest
 from pipelines import append_index, delete_rows, quantize_index, repair_index
 from pipelines.progress.events import JobStopped
 from storage_formats import verify_index
-from tests.conftest import REPO
+from tests.conftest import REPO, all_files
 from tests.pipelines.conftest import run_build, write_photo
 from tests.pipelines.test_build_transient import break_reads
-from tests.pipelines.test_repair import contents, harm
+from tests.pipelines.test_repair import harm
 
 FIRST = "tokens/bf16/c.0.0.0"
 SECOND = "tokens/bf16/c.1.0.0"
@@ -35,37 +35,37 @@ def index(config):
 
 @pytest.mark.parametrize("how", ["missing", "short", "noise", "flipped"])
 def test_damaged_tokens_are_encoded_again(index, how):
-    before = contents(index)
+    before = all_files(index)
     harm(index / FIRST, how)
     result = repair_index(index)
     assert [(file.path, file.source) for file in result.repaired] == [
         (FIRST, "the sources")
     ]
     assert result.left == ()
-    assert contents(index) == before
+    assert all_files(index) == before
 
 
 def test_tokens_and_checksums_in_every_precision(index):
     quantize_index(index, ["fp8", "int8"])
-    before = contents(index)
+    before = all_files(index)
     for path in [
         *(index / "tokens").rglob("c.*"),
         *(index / "checksums").rglob("*.crc32c"),
     ]:
         path.unlink()
     assert repair_index(index).left == ()
-    assert contents(index) == before
+    assert all_files(index) == before
 
 
 def test_appended_and_deleted_rows(index, photos):
     write_photo(photos / "new/20.jpg", 20)
     append_index(index, photos / "new", engine="inline")
     delete_rows(index, rows=[0, 12])
-    before = contents(index)
+    before = all_files(index)
     harm(index / FIRST, "missing")
     harm(index / "tokens/bf16/c.3.0.0", "missing")
     assert {file.source for file in repair_index(index).repaired} == {"the sources"}
-    assert contents(index) == before
+    assert all_files(index) == before
 
 
 def test_changed_and_missing_photos_are_refused_and_named(index, photos, run):
@@ -103,9 +103,9 @@ def test_only_needed_rows_are_named(index, photos):
 def test_without_the_model_the_damage_stays_and_the_model_is_named(
     index, tiny_bundle, tmp_path
 ):
-    before = contents(index)
+    before = all_files(index)
     harm(index / FIRST, "missing")
-    damaged = contents(index)
+    damaged = all_files(index)
     wrong = Path(shutil.copytree(tiny_bundle, tmp_path / "wrong"))
     (wrong / "bundle.json").unlink()
     messages = [problem.message for problem in repair_index(index, model=wrong).left]
@@ -113,15 +113,15 @@ def test_without_the_model_the_damage_stays_and_the_model_is_named(
         message.startswith("its rows cannot be encoded again: ") and "wrong" in message
         for message in messages
     )
-    assert contents(index) == damaged
+    assert all_files(index) == damaged
     assert repair_index(index, model=tiny_bundle).left == ()
-    assert contents(index) == before
+    assert all_files(index) == before
 
 
 def test_a_source_that_cannot_be_read_now_does_not_end_the_repair(
     index, photos, run, monkeypatch
 ):
-    before = contents(index)
+    before = all_files(index)
     for path in (FIRST, SECOND):
         harm(index / path, "missing")
     with monkeypatch.context() as patched:
@@ -135,26 +135,26 @@ def test_a_source_that_cannot_be_read_now_does_not_end_the_repair(
     assert ". Then run the repair again" in out
     assert f"path {SECOND}, source the sources" in out
     assert repair_index(index).left == ()
-    assert contents(index) == before
+    assert all_files(index) == before
 
 
 @pytest.mark.parametrize("text", ["verifying", "repairing", "encoding rows of shard"])
 def test_a_stopped_repair_changes_nothing(index, text):
     harm(index / FIRST, "missing")
-    damaged = contents(index)
+    damaged = all_files(index)
     events = []
     with pytest.raises(JobStopped, match="files that were repaired stay repaired"):
         repair_index(
             index, on_event=events.append, should_stop=lambda: text in str(events)
         )
     assert text in str(events[-1])
-    assert contents(index) == damaged
+    assert all_files(index) == damaged
 
 
 # starts processes
 @pytest.mark.slow
 def test_a_killed_repair_can_be_repeated(index):
-    before = contents(index)
+    before = all_files(index)
     command = [sys.executable, "-m", "pipelines.cli", "repair", str(index)]
     for delay in (0.5, 1.0, 2.0, 3.0):
         for path in (FIRST, SECOND):
@@ -165,5 +165,5 @@ def test_a_killed_repair_can_be_repeated(index):
         process.wait()
     assert subprocess.run(command, cwd=REPO, check=False).returncode == 0
     assert verify_index(index) == []
-    after = contents(index)
+    after = all_files(index)
     assert {path: after[path] for path in before} == before

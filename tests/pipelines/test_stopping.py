@@ -15,7 +15,7 @@ from pipelines.jobs.ann import add_ann
 from pipelines.progress.events import stop_on_signals
 from storage_formats import IndexSpec, Manifest, TokenStore, verify_index
 from storage_formats.format.layout import Layout
-from tests.conftest import REPO, write_random_index
+from tests.conftest import environment, write_random_index
 
 THREE_SIGNALS = """
 import os, signal
@@ -73,7 +73,7 @@ def start(*words):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(REPO)},
+        env=environment(),
     )
 
 

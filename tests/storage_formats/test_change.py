@@ -26,7 +26,7 @@ from storage_formats.change import UnfinishedChangeError, begin_change, collect_
 from storage_formats.format.directory import locked
 from storage_formats.format.journal import Journal, read_journal, unfinished_journal
 from storage_formats.format.places import Directory
-from tests.conftest import REPO, write_random_index
+from tests.conftest import environment, write_random_index
 
 SPEC = IndexSpec(22, 8, (2, 32), 4)
 
@@ -75,7 +75,7 @@ def test_locks_of_one_machine_do_not_lose_a_change_of_another(index, monkeypatch
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(REPO)},
+        env=environment(),
     ) as other:
         assert other.stdout.readline() == "begun\n"
         assert delete_rows(root, [1]).snapshot == 1
@@ -166,7 +166,7 @@ def test_garbage_is_removed_on_a_full_disk(index, tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(REPO)},
+        env=environment(),
     )
     if done.returncode == 2:
         pytest.skip(f"needs mount namespaces: {done.stderr}")

@@ -5,7 +5,6 @@ leaves.
 from __future__ import annotations
 
 import datetime
-import os
 import shutil
 import signal
 import subprocess
@@ -25,7 +24,13 @@ from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.writing.shard_writer import ShardWriter
-from tests.conftest import REPO, golden_index, same_bits, write_arrays
+from tests.conftest import (
+    all_files,
+    environment,
+    golden_index,
+    same_bits,
+    write_arrays,
+)
 
 SHAPE = {"block_shape": (4, 16), "embed_dim": 8, "shard_size": 5}
 
@@ -34,14 +39,6 @@ def arrays(count, dtype=np.float32, seed=0):
     rng = np.random.default_rng(seed)
     blocks = rng.standard_normal((count, 4, 16), dtype=np.float32).astype(dtype)
     return blocks, rng.standard_normal((count, 8), dtype=np.float32)
-
-
-def files_of(root):
-    return {
-        path.relative_to(root): path.read_bytes()
-        for path in root.rglob("*")
-        if path.is_file()
-    }
 
 
 @pytest.mark.parametrize("chunks", [[13], [1] * 13, [5, 5, 3], [4, 0, 7, 2], [12, 1]])
@@ -77,7 +74,7 @@ def test_round_trip_does_not_depend_on_the_chunks(tmp_path, chunks):
         precisions=["bf16", "fp8"],
         **SHAPE,
     )
-    assert files_of(root) == files_of(tmp_path / "again")
+    assert all_files(root) == all_files(tmp_path / "again")
 
 
 def test_an_index_is_finished_while_its_caller_handles_another_error(tmp_path):
@@ -325,7 +322,7 @@ def test_rows_are_appended_as_a_snapshot(tmp_path):
         precisions=["bf16", "fp8"],
         **SHAPE,
     )
-    before = files_of(root)
+    before = all_files(root)
     rows = {"uri": [f"late {row}" for row in range(13)], "stars": [0.5] * 13}
     with IndexWriter.open(root) as writer:
         # a shard boundary, after row 6
@@ -360,7 +357,7 @@ def test_rows_are_appended_as_a_snapshot(tmp_path):
     # the type of the column has changed for all rows
     assert table["stars"].to_pylist() == [1.0] * 7 + [None] * 2 + [0.5] * 11
     # files of the first snapshot are as before, so it can be read
-    after = files_of(root)
+    after = all_files(root)
     assert {
         path
         for path, data in before.items()
@@ -375,19 +372,19 @@ def test_rows_are_appended_as_a_snapshot(tmp_path):
 def test_an_append_that_fails_changes_nothing(tmp_path):
     root = tmp_path / "index"
     write_arrays(root, *arrays(7), **SHAPE)
-    before = files_of(root)
+    before = all_files(root)
     with (
         pytest.raises(UsageError, match="must be"),
         IndexWriter.open(root) as writer,
     ):
         write_then_fail(writer)
-    assert files_of(root) == before
+    assert all_files(root) == before
     with (
         pytest.raises(UsageError, match="no row was appended"),
         IndexWriter.open(root),
     ):
         pass
-    assert files_of(root) == before
+    assert all_files(root) == before
 
 
 def test_an_index_of_images_is_refused():
@@ -461,9 +458,8 @@ CREATED = ", block_shape=(4, 16), embed_dim=8, shard_size=5"
 
 def kill_when(exists, script, root):
     """Run `script` with the argument `root`, and kill it as soon as the file exists."""
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
     process = subprocess.Popen(
-        [sys.executable, "-c", script, str(root)], env=environment
+        [sys.executable, "-c", script, str(root)], env=environment()
     )
     try:
         limit = time.monotonic() + 60
@@ -489,7 +485,7 @@ def test_a_killed_writer_leaves_nothing_that_opens_and_the_next_begins_again(
         verify_index(root)
     write_arrays(root, *arrays(3), **SHAPE)
     write_arrays(tmp_path / "calm", *arrays(3), **SHAPE)
-    assert files_of(root) == files_of(tmp_path / "calm")
+    assert all_files(root) == all_files(tmp_path / "calm")
 
 
 @pytest.mark.parametrize("shards", [0, 2])
@@ -508,8 +504,8 @@ def test_a_killed_append_keeps_the_index(tmp_path, shards):
         assert verify_index(each) == []
     differing = {
         path
-        for path, data in files_of(root).items()
-        if files_of(tmp_path / "calm").get(path) != data
+        for path, data in all_files(root).items()
+        if all_files(tmp_path / "calm").get(path) != data
     }
     # the time of the change
     assert differing <= {Path("index.json")}
@@ -534,10 +530,9 @@ with writer:
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 print(peaks[-1] - peaks[10])
 """
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
     command = [sys.executable, "-c", script, str(tmp_path / "index")]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True
+        command, env=environment(), capture_output=True, text=True, check=True
     )
     # KiB
     assert int(done.stdout) < 20 * 1024

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,21 +11,14 @@ from edje_index.bundles.random_bundle import (
     create_untrained_bundle,
     untrained_tokenizer,
 )
+from tests.conftest import all_files
 
 TOKENIZER = untrained_tokenizer(2000)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        p.relative_to(folder).as_posix(): p.read_bytes()
-        for p in folder.rglob("*")
-        if p.is_file()
-    }
-
-
 def test_equal_seeds_give_equal_bytes(tiny_bundle, tmp_path):
     create_untrained_bundle(tmp_path / "again", seed=0, sizes=TINY)
-    assert contents(tmp_path / "again") == contents(tiny_bundle)
+    assert all_files(tmp_path / "again") == all_files(tiny_bundle)
 
 
 def test_default_is_a_small_vit_with_64_by_384_blocks(tmp_path):
