@@ -355,8 +355,10 @@ def _quota(machine: Path) -> int:
     a huge number if there is no limit.
     """
     quota = sys.maxsize
-    for (text,) in cgroup_files(machine, "cpu.max"):
-        allowed, _, period = text.partition(" ")
+    for texts in cgroup_files(
+        machine, "cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us"), ("cpu.max",)
+    ):
+        allowed, _, period = " ".join(texts).partition(" ")
         if allowed.isdigit() and period.isdigit():
             quota = min(quota, max(1, int(allowed) // int(period)))
     return quota

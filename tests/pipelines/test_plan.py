@@ -344,17 +344,24 @@ def test_an_estimate_agrees_with_the_build_and_writes_nothing(config, tmp_path):
     assert (estimate["workers"], estimate["finished_shards"]) == (1, 0)
 
 
-FILES = ("memory.max", "memory.current")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+V2 = ("memory.max", "memory.current")
 
 
 @pytest.mark.parametrize(
     ("membership", "cgroups", "expected"),
     [
-        ("0::/", {"": (5_000, 2_000)}, 3_000),
-        ("0::/a/b", {"": ("max", 9_000), "a/b": (5_000, 6_000)}, 0),
-        ("0::/a/b", {"a": (5_000, 2_000), "a/b": (4_000, 0)}, 3_000),
-        ("1:cpu:/\n0::/a", {"a": (5_000, 1_000)}, 4_000),
-        ("4:memory:/", {"": (1, 0)}, None),
+        ("0::/", {"": (V2, 5_000, 2_000)}, 3_000),
+        ("0::/a/b", {"": (V2, "max", 9_000), "a/b": (V2, 5_000, 6_000)}, 0),
+        ("0::/a/b", {"a": (V2, 5_000, 2_000), "a/b": (V2, 4_000, 0)}, 3_000),
+        # not mounted, as in a container
+        ("4:memory:/a/b", {"memory": (V1, 5_000, 2_000)}, 3_000),
+        (
+            "1:cpu:/\n4:memory:/a/b\n0::/",
+            {"memory": (V1, 2**63 - 4096, 0), "memory/a": (V1, 5_000, 1_000)},
+            4_000,
+        ),
+        ("4:memory:/", {"": (V2, 1, 0)}, None),
     ],
 )
 def test_the_limits_of_all_cgroups_bound_the_memory(
@@ -362,8 +369,8 @@ def test_the_limits_of_all_cgroups_bound_the_memory(
 ):
     mount = tmp_path / "sys/fs/cgroup"
     write_files(tmp_path, {"proc/self/cgroup": membership})
-    for cgroup, values in cgroups.items():
-        write_files(mount / cgroup, dict(zip(FILES, values, strict=True)))
+    for cgroup, (names, *values) in cgroups.items():
+        write_files(mount / cgroup, dict(zip(names, values, strict=True)))
     if expected is None:
         available = available_memory(tmp_path)
         assert 10**6 < available <= psutil.virtual_memory().total
@@ -371,11 +378,17 @@ def test_the_limits_of_all_cgroups_bound_the_memory(
         assert available_memory(tmp_path) == expected
 
 
-def test_the_cache_of_files_is_given_up_when_memory_is_short(tmp_path):
-    stat = "inactive_file 200\nactive_file 50\nshmem 50"
-    write_files(tmp_path, {"proc/self/cgroup": "0::/"})
+@pytest.mark.parametrize(("names", "prefix"), [(V1, "total_"), (V2, "")])
+def test_the_cache_of_files_is_given_up_when_memory_is_short(tmp_path, names, prefix):
+    mount = tmp_path / "sys/fs/cgroup"
+    write_files(tmp_path, {"proc/self/cgroup": "0::/" if names is V2 else "4:memory:/"})
     write_files(
-        tmp_path / "sys/fs/cgroup",
-        {"memory.max": 5_000, "memory.current": 2_000, "memory.stat": stat},
+        mount if names is V2 else mount / "memory",
+        {
+            names[0]: 5_000,
+            names[1]: 2_000,
+            "memory.stat": f"inactive_file 20\nactive_file 5\nshmem 50"
+            f"\n{prefix}inactive_file 200\n{prefix}active_file 50",
+        },
     )
     assert available_memory(tmp_path) == 3_250

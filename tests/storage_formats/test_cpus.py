@@ -25,7 +25,16 @@ def test_without_a_container_the_affinity_decides(tmp_path):
         ("0::/slice/job", {"cpu.max": "40 10"}, 4),
         ("0::/slice/job", {"cpu.max": "max 100000", "other/cpu.max": "10 10"}, 8),
         ("0::/", {"cpu.max": ""}, 8),
-        ("1:cpu,cpuacct:/job\n0::/slice", {"slice/cpu.max": "30 10"}, 3),
+        (
+            "4:memory:/\n1:cpu,cpuacct:/slice/job\n0::/",
+            {
+                "cpu/slice/cpu.cfs_quota_us": "30",
+                "cpu/slice/cpu.cfs_period_us": "10",
+                "cpu/slice/job/cpu.cfs_quota_us": "-1",
+                "cpu/slice/job/cpu.cfs_period_us": "10",
+            },
+            3,
+        ),
     ],
 )
 def test_the_quotas_of_all_cgroups_limit_the_cpus(
