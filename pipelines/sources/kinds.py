@@ -6,6 +6,7 @@ on a server.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 from collections import Counter, deque
@@ -187,9 +188,8 @@ class TreeSource(Source):
             # Except on Azure, a directory on a server exists only if it contains files.
             # An empty list of contents is therefore an error of the server.
             if not any(contents) and scheme_of(self.spec) != "az":
-                raise UnreachableError(
-                    "the server lists no files there", os.fsdecode(path)
-                )
+                reason = "the server lists no files there"
+                raise UnreachableError(errno.EHOSTUNREACH, reason, os.fsdecode(path))
             directory.files = {
                 os.fsencode(name): size for name, size in contents[0].items()
             }

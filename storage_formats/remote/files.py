@@ -91,23 +91,18 @@ class FileVersion(NamedTuple):
 class UnreachableError(OSError):
     """A server does not respond, or cannot respond now. A later attempt may succeed."""
 
-    def __init__(self, reason: str, url: str) -> None:
-        super().__init__(errno.EHOSTUNREACH, reason, url)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.strerror, self.filename)
-
 
 class ChangedFileError(OSError):
     """A file on a server has changed while it was read."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(
-            errno.EPROTO, "the file on the server has changed while it was read", url
-        )
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.filename,)
+def _changed(url: str) -> ChangedFileError:
+    reason = "the file on the server has changed while it was read"
+    return ChangedFileError(errno.EPROTO, reason, url)
+
+
+def _unreachable(reason: str, url: str) -> UnreachableError:
+    return UnreachableError(errno.EHOSTUNREACH, reason, url)
 
 
 def require_libraries(url: str) -> None:
@@ -151,7 +146,7 @@ def read_remote_range(url: str, size: int, offset: int, version: FileVersion) ->
         current, data = _web_range(url, offset, size)
     except EOFError as error:
         # the file ends before the range
-        raise ChangedFileError(url) from error
+        raise _changed(url) from error
     # The servers behind one host name may send different ETags for the same version. So
     # a different ETag means another version only if the modification times differ or
     # are missing.
@@ -163,9 +158,9 @@ def read_remote_range(url: str, size: int, offset: int, version: FileVersion) ->
     )
     # the current length is -1 if the server does not tell the length
     if is_other or current.length not in (-1, version.length):
-        raise ChangedFileError(url)
+        raise _changed(url)
     if len(data) != size:
-        raise UnreachableError(f"the server sent {len(data)} of {size} bytes", url)
+        raise _unreachable(f"the server sent {len(data)} of {size} bytes", url)
     return data
 
 
@@ -293,9 +288,9 @@ def _object(url: str) -> Iterator[tuple[ObjectFolder, str]]:
     try:
         yield _bucket(f"{scheme}://{bucket}"), key
     except ObjectChangedError as error:
-        raise ChangedFileError(url) from error
+        raise _changed(url) from error
     except ObjectStoreError as error:
-        raise UnreachableError(str(error), url) from error
+        raise _unreachable(str(error), url) from error
 
 
 _bucket = functools.lru_cache(_BUCKETS)(ObjectFolder.open)
@@ -375,7 +370,7 @@ def _request(
             )
         if attempt + 1 < _ATTEMPTS and time.monotonic() + pause < deadline:
             time.sleep(pause)
-    raise UnreachableError(f"{problem}, in the last of {_ATTEMPTS} attempts", url)
+    raise _unreachable(f"{problem}, in the last of {_ATTEMPTS} attempts", url)
 
 
 def _body(
@@ -392,7 +387,7 @@ def _body(
         body += chunk
         length = max(length, len(body))
         if time.monotonic() > deadline:
-            raise UnreachableError(
+            raise _unreachable(
                 f"the file did not arrive within {MAX_SECONDS:g} seconds", url
             )
     if length > max_bytes:
