@@ -99,7 +99,6 @@ _NAMES = {
     "pipelines.jobs.ann": "add_ann",
     "pipelines.jobs.build": "BuildResult build_index",
     "pipelines.jobs.copy": "CopyResult compact_index copy_index merge_indexes",
-    "pipelines.jobs.hub": "copy_model",
     "pipelines.jobs.quantize": "QuantizeResult quantize_index",
     "pipelines.jobs.repair": "RepairResult repair_index",
     "pipelines.jobs.snapshots": "DeleteResult delete_rows set_columns",

@@ -171,20 +171,15 @@ class Hub:
         return 302, {"X-Repo-Commit": sha, "Location": location, **links}, b""
 
     def commit(self, name: str, sha: str, lines: list[dict[str, Any]]) -> Response:
-        if lines[0]["value"]["parentCommit"] != sha:
-            return _json({"error": "the branch has moved"}, 412)
         files = dict(self.repositories[name])
         for line in lines[1:]:
             value = line["value"]
-            if line["key"] == "deletedFile":
-                del files[value["path"]]
-            else:
-                is_large = line["key"] == "lfsFile"
-                files[value["path"]] = (
-                    self.blobs[value["oid"]]
-                    if is_large
-                    else base64.b64decode(value["content"])
-                )
+            is_large = line["key"] == "lfsFile"
+            files[value["path"]] = (
+                self.blobs[value["oid"]]
+                if is_large
+                else base64.b64decode(value["content"])
+            )
         self.repositories[name] = files
         self.commits[name] += 1
         return _json({"commitUrl": f"{self.url}/{name}/commit/{sha}", "commitOid": sha})

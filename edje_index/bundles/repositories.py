@@ -309,8 +309,6 @@ def hub_errors(action: str, remedy: str | None = None) -> Iterator[None]:
         kind: type[ModelError] = ModelError
         if status in (401, 403, 404):
             advice = f"check the name of the repository; {HUB_CREDENTIALS}"
-        elif status in (409, 412):
-            advice = "another writer has changed the repository; run the copy again"
         else:
             kind = HubUnreachableError
             advice = (

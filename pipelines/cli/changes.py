@@ -7,16 +7,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from pipelines.cli.bundles import describe_bundle
 from pipelines.cli.command import Job, command
 from pipelines.cli.output import note, print_result, run_job
 from storage_formats.errors import UsageError
-from storage_formats.remote.urls import IndexLocation, hub_kind
+from storage_formats.remote.urls import IndexLocation
 
 if TYPE_CHECKING:
     from edje_index.progress import OnProgress
@@ -154,15 +152,13 @@ def merge(job: Job) -> None:
 def copy(job: Job) -> None:
     """Copy INDEX to OUT, and check every file with its checksum.
 
-    INDEX and OUT are directories or URLs. A URL begins with s3://, gs://, az:// or
-    hf://datasets/. INDEX can also be an http:// or https:// URL. Credentials come from
-    the environment, for example AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.
-    AWS_ENDPOINT_URL selects a server that is compatible with S3.
+    INDEX and OUT are directories or URLs. A URL begins with s3://, gs:// or az://.
+    INDEX can also be an https:// URL, or hf://datasets/OWNER/NAME, a repository of the
+    Hugging Face Hub. Credentials come from the environment, for example
+    AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. AWS_ENDPOINT_URL selects a server that
+    is compatible with S3.
 
-    hf://datasets/OWNER/NAME is a repository of the Hugging Face Hub. If it does not
-    exist, the command creates a private repository with a card that describes the
-    index. A model bundle is copied to and from hf://OWNER/NAME in the same way. The
-    token is HF_TOKEN, or the token that 'hf auth login' stored.
+    To share an index on the Hub, run 'hf upload OWNER/NAME INDEX --repo-type dataset'.
 
     Only the current snapshot is copied. Blocks are not decoded. If the file system can
     share disk blocks, a copy to a directory takes no disk space until INDEX or OUT
@@ -182,23 +178,8 @@ def copy(job: Job) -> None:
       edje-index copy photos.edje s3://my-bucket/photos.edje
       edje-index copy s3://my-bucket/photos.edje restored.edje
       edje-index copy photos.edje free.edje --where "licence = 'cc0'"
-      edje-index copy photos.edje hf://datasets/me/photos
-      edje-index copy hf://me/model model
+      edje-index copy hf://datasets/me/photos photos.edje
     """
-    from edje_index.bundles.info import INFO_FILE
-    from pipelines.jobs.hub import copy_model
-
-    index = job.given["index"]
-    out = job.given["out"]
-    if hub_kind(index) == "models" or (
-        isinstance(index, Path) and (index / INFO_FILE).exists()
-    ):
-        if len(list(filter(None, job.given.values()))) > 2:
-            raise UsageError(
-                "a model is copied as a whole: use no option that selects a part of an"
-                " index"
-            )
-        job.result = describe_bundle(run_job(copy_model, index, out, resume=True))
 
 
 @command("pipelines.jobs.repair:repair_index")

@@ -8,12 +8,11 @@ import contextlib
 import hashlib
 import itertools
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from pipelines.jobs.changing import (
     begin_new,
     rows_passing,
 )
-from pipelines.jobs.hub import send_to_hub
 from pipelines.jobs.plan import (
     check_disk,
     recorded_sources,
@@ -41,9 +39,8 @@ from pipelines.progress.events import (
     StatusMessage,
     ignore,
     never,
-    stop_at_events,
 )
-from pipelines.progress.wording import counted, human_bytes
+from pipelines.progress.wording import counted
 from storage_formats.arguments import as_list
 from storage_formats.arrays import Ints
 from storage_formats.atomic import Json
@@ -52,8 +49,8 @@ from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.file_check import FileEntry
 from storage_formats.format.json_values import write_json
-from storage_formats.format.layout import ROOT, Segment
-from storage_formats.format.manifest import CommittedIndex, Counts, index_exists
+from storage_formats.format.layout import Segment
+from storage_formats.format.manifest import CommittedIndex, Counts
 from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt, fingerprint
 from storage_formats.format.rows import (
@@ -72,7 +69,6 @@ from storage_formats.format.tombstones import (
 )
 from storage_formats.remote.urls import (
     IndexLocation,
-    hub_kind,
     index_location,
     is_url,
     local_path,
@@ -82,11 +78,8 @@ from storage_formats.writing.copying import ERASED, RowCopier
 from storage_formats.writing.index_copy import (
     begin_remote_copy,
     copy_to_directory,
-    file_contents,
     files_to_copy,
-    is_data,
     manifest_bytes,
-    what_is_lost,
 )
 
 _FILES_AT_ONCE = 8
@@ -401,8 +394,8 @@ def copy_index(
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
 ) -> CopyResult:
-    """Copy a snapshot of an index between directories, object stores and the Hub, as
-    `edje-index copy` does.
+    """Copy a snapshot of an index between directories and object stores, or from a web
+    server or the Hugging Face Hub to a directory, as `edje-index copy` does.
 
     With `rows` or `where`, only the selected rows are copied, and `out` must be a
     directory. The copied rows are numbered from 0. No token is decoded, and the model
@@ -413,8 +406,7 @@ def copy_index(
     Args:
         index: directory of the index, or its URL.
         out: directory of the copy, or its URL on an object store (`s3://`, `gs://` or
-            `az://`) or on the Hugging Face Hub (`hf://datasets/OWNER/NAME`). A
-            repository that does not exist is created, and is private.
+            `az://`).
         snapshot: number of the snapshot to copy; None copies the current snapshot.
         replace: replace any index at the URL `out`, and remove the files of that index
             that are not files of the copy.
@@ -464,42 +456,7 @@ def copy_index(
             f"copying {len(files):,} files of snapshot {manifest.snapshot.number}"
         )
     )
-    if hub_kind(target) is not None:
-        if not replace and index_exists(target):
-            there = CommittedIndex.open(target).manifest
-            if lost := what_is_lost(opened, str(target), there):
-                raise UsageError(lost, parameter="out")
-
-        def checked(file: FileEntry) -> Path | bytes:
-            # `file_contents` compares a file with its checksum while reading it.
-            # Most local files are read only for this check, and sent by path.
-            pieces = file_contents(opened, file)
-            if opened.remote is not None or file.path.endswith("zarr.json"):
-                return b"".join(pieces)
-            deque(pieces, maxlen=0)
-            return opened.root / file.path
-
-        named: dict[str, Callable[[], Path | bytes]] = {
-            **{file.path: partial(checked, file) for file in files},
-            ROOT: partial(manifest_bytes, opened),
-        }
-        report = stop_at_events(
-            on_event, should_stop, "stopped; the copied files are kept"
-        )
-        message = f"Copy snapshot {manifest.snapshot.number}"
-        size = human_bytes(sum(file.bytes for file in files))
-        sent = send_to_hub(
-            str(target),
-            "datasets",
-            named,
-            message,
-            report,
-            index=opened,
-            size=size,
-            is_removed=lambda name: replace and is_data(name) and name not in named,
-        )
-        copied = [file for file in files if file.path in sent]
-    elif is_url(target):
+    if is_url(target):
         with begin_remote_copy(opened, str(target), replace=replace) as remote:
             copied = _copy_files(files, remote.put, on_event, should_stop)
             remote.commit()

@@ -48,11 +48,26 @@ def printable(text: str) -> str:
     )
 
 
+# What becomes of an input, as members of a `BuildResult`
+_OUTCOMES = ("indexed", "duplicates", "failed", "unchanged", "stay_deleted")
+
+
 def describe(value: Mapping[str, Any]) -> Iterator[str]:
     """Yield the members of `value` as aligned lines. Numbers that are 0 and members
     without a value are left out. A list of objects or sentences has a line for each.
+    What became of the inputs is one sum.
     """
     width = max(map(len, value))
+    if "indexed" in value:
+        outcomes = {name: value[name] for name in _OUTCOMES if name in value}
+        terms = [
+            f"{count:,} {name.replace('_', ' ')}"
+            for name, count in outcomes.items()
+            if count or name in _OUTCOMES[:3]
+        ]
+        total = f"{counted(value['inputs'], 'input')} = {' + '.join(terms)}"
+        rest = {name: value[name] for name in value if name not in outcomes}
+        value = {**rest, "inputs": total}
     for name, member in value.items():
         label = name.replace("_", " ")
         is_long = isinstance(member, list | tuple) and any(

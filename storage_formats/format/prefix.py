@@ -103,7 +103,7 @@ class Prefix(Place):
             raise UsageError(
                 f"{folder.url} can only be read, and not verified, because a web server"
                 " does not list files; write to a URL that begins with s3://, gs:// or"
-                " az://, or copy the index to a directory or to hf://datasets/",
+                " az://, or copy the index to a directory",
                 parameter="out",
             )
         parent = cache_directory() / "scratch"
