@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -40,7 +41,7 @@ from storage_formats.format.tombstones import (
     read_removed,
     read_tombstones,
 )
-from storage_formats.remote.objects import ObjectFolder
+from storage_formats.remote.objects import ObjectFolder, ObjectStoreError
 from storage_formats.remote.urls import IndexLocation
 
 # major numbers of the format versions that this package upgrades
@@ -451,9 +452,13 @@ def _load(place: Place, snapshot: int | None) -> tuple[bytes, Manifest]:
         return current
     earlier = _read(place, place.snapshot(snapshot))
     if earlier is None:
+        numbers = [number]
+        # A web server lists no files.
+        with contextlib.suppress(ObjectStoreError):
+            numbers = [*earlier_snapshots(place, current[1]), number]
+        kept = ", ".join(map(str, numbers))
         raise UsageError(
-            f"{place.location} has no snapshot {snapshot}; its current snapshot is"
-            f" {number}",
+            f"{place.location} has no snapshot {snapshot}; choose one of: {kept}",
             parameter="snapshot",
         )
     return earlier
