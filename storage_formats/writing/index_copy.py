@@ -8,17 +8,16 @@ import contextlib
 import dataclasses
 import os
 import shutil
-import uuid
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from storage_formats.atomic import (
     fsync_parent,
-    fsync_path,
     json_bytes,
     make_directories,
-    naming,
+    replacing,
 )
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError, cannot_read
 from storage_formats.format.checksum import crc32c, crc32c_file, to_hex
@@ -45,7 +44,6 @@ from storage_formats.remote.objects import (
     CHUNK_BYTES,
     Chunk,
 )
-from storage_formats.system_calls import promised
 
 
 def files_to_copy(index: CommittedIndex) -> list[FileEntry]:
@@ -85,26 +83,18 @@ def copy_to_directory(index: CommittedIndex, entry: FileEntry, root: Path) -> bo
     copy with `entry`. Return False without a copy if the new index already has a file
     of this path and length.
 
-    The copy is flushed to the device before it is renamed to its path. Call
-    `begin_index` first, which creates `build/staging/`.
+    The copy is flushed to the device before it is renamed to its path.
     """
     path = root / entry.path
     if Directory(root).lengths([entry]).get(entry.path) == entry.bytes:
         return False
     make_directories(path.parent)
-    # If this process is killed, the temporary file remains until `build/` is removed.
-    temporary = Layout(root).staging / uuid.uuid4().hex
-    try:
+    # If this process is killed, the private file remains until `build/` is removed.
+    with replacing(path, Layout(root).staging) as file:
         if index.remote is None:
-            copy_file(index.root, entry, temporary)
+            copy_file(index.root, entry, file)
         else:
-            with open(temporary, "xb") as file:
-                file.writelines(committed_chunks(index.remote, entry))
-        fsync_path(temporary)
-        with promised("rename", path):
-            os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            file.writelines(committed_chunks(index.remote, entry))
     fsync_parent(path)
     return True
 
@@ -301,27 +291,28 @@ def file_contents(index: CommittedIndex, entry: FileEntry) -> Iterator[Chunk]:
         raise cannot_read(path, error) from error
 
 
-def copy_file(root: Path, source: FileEntry, target: Path) -> None:
-    """Copy a committed file of the index at `root` to the new file `target`, and
-    compare the copy with the file entry `source`.
+def copy_file(root: Path, entry: FileEntry, target: BinaryIO) -> None:
+    """Copy the committed file `entry` of the index at `root` to the new file `target`,
+    and compare the copy with `entry`.
 
     If the file system can, the two files share their disk blocks (reflink).
 
     Raises:
-        CorruptIndexError: the file cannot be read, or differs from `source`.
+        CorruptIndexError: the file cannot be read, or differs from `entry`.
     """
-    path = root / source.path
+    path = root / entry.path
     try:
         opened = IndexFile(root, path)
     except OSError as error:
         raise cannot_read(path, error) from error
-    with opened, naming(target), open(target, "xb") as copy:
+    with opened:
         length = os.fstat(opened.fileno()).st_size
-        refuse(path, difference(source, length))
-        _copy_in_kernel(opened.fileno(), copy.fileno(), length)
+        refuse(path, difference(entry, length))
+        _copy_in_kernel(opened.fileno(), target.fileno(), length)
         # Copy the bytes that the kernel has not copied.
-        shutil.copyfileobj(opened, copy)
-    refuse(path, difference(source, *crc32c_file(target)))
+        shutil.copyfileobj(opened, target)
+        target.flush()
+    refuse(path, difference(entry, *crc32c_file(Path(target.name))))
 
 
 def _copy_in_kernel(source: int, target: int, length: int) -> None:
