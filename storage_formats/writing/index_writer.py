@@ -152,6 +152,8 @@ class IndexWriter:
         if self._place.names(self._place.receipts):
             # A killed writer has left these files.
             self._change.start_again()
+        # If the change is committed, its files stay.
+        self._change.abandon()
         self._open = True
         self._receipts: list[ShardReceipt] = []
         # `_held` is the number of rows that are not on disk yet. `_rows` has their
@@ -371,10 +373,8 @@ class IndexWriter:
         # If an error occurs after the commit, the end of this block raises an error
         # that says so.
         with self._held_change:
-            try:
-                return self._committed(build_ann)
-            finally:
-                self._release()
+            self._open = False
+            return self._committed(build_ann)
 
     def _committed(self, build_ann: BuildAnn | None) -> Manifest:
         place = self._place
@@ -426,18 +426,8 @@ class IndexWriter:
         """Remove all written files and close the writer. Does nothing if the writer
         is closed.
         """
-        if self._open:
-            self._release()
-            self._held_change.close()
-
-    def _release(self) -> None:
         self._open = False
-        self._blocks = self._blocks[:0]
-        self._embeddings = self._embeddings[:0]
-        self._rows.clear()
-        self._values.clear()
-        # If the change is committed, its files stay.
-        self._change.abandon()
+        self._held_change.close()
 
     def __enter__(self) -> Self:
         return self
