@@ -160,7 +160,7 @@ class Prefix(Place):
         if self.own_claim is None:
             return False
         current = self._read_claim()
-        return current is not None and _owner(current.data) == self.owner
+        return current is not None and self._owns(current.data)
 
     def is_changing(self) -> bool:
         keys = map(self._key, (self.claim, self.journal))
@@ -218,8 +218,12 @@ class Prefix(Place):
     def put(self, staged: Sequence[tuple[Path, FileEntry]]) -> None:
         self._check_change()
 
+        def pieces(path: Path) -> Iterator[Chunk]:
+            with path.open("rb") as opened:
+                yield from iter(lambda: opened.read(CHUNK_BYTES), b"")
+
         def move(path: Path, entry: FileEntry) -> None:
-            self._send(path, self._named(entry))
+            self.upload(self._named(entry), lambda: pieces(path))
             if path != self.root / entry.path:
                 path.unlink()
 
@@ -307,15 +311,6 @@ class Prefix(Place):
         metadata = {CHECKSUM: to_hex(file.crc32c)}
         self.folder.put(file.path, contents, length=file.bytes, metadata=metadata)
 
-    def _send(self, path: Path, file: FileEntry) -> None:
-        """Write the object with the path of `file` and the contents of `path`."""
-
-        def pieces() -> Iterator[Chunk]:
-            with path.open("rb") as opened:
-                yield from iter(lambda: opened.read(CHUNK_BYTES), b"")
-
-        self.upload(file, pieces)
-
     @property
     def _of_whole(self) -> Layout:
         return Layout(self.whole or self.root)
@@ -364,6 +359,10 @@ class Prefix(Place):
         except FileNotFoundError:
             return None
 
+    def _owns(self, claim: bytes) -> bool:
+        # No other claim contains the random identifier of this place.
+        return self.owner.encode() in claim
+
     def _renew(self, ended: threading.Event) -> None:
         while not ended.wait(_RENEWAL_SECONDS):
             # After an error, the next renewal tries again. If another process has taken
@@ -372,7 +371,7 @@ class Prefix(Place):
                 current = self._read_claim()
                 # The answer of an earlier renewal may have been lost, so the claim is
                 # recognised by its owner.
-                if current and _owner(current.data) == self.owner:
+                if current and self._owns(current.data):
                     self._put_claim(current)
 
     def _probe(self) -> None:
@@ -453,14 +452,6 @@ def _machine() -> str:
     with contextlib.suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def _owner(data: bytes) -> str | None:
-    """Return the owner of a claim; None if it is no claim."""
-    with contextlib.suppress(ValueError, AttributeError, RecursionError):
-        owner = json.loads(data).get("owner")
-        return owner if isinstance(owner, str) else None
-    return None
 
 
 def _claim_bytes(owner: str) -> bytes:

@@ -301,25 +301,17 @@ class ObjectFolder:
             # contents of at most one piece are written with one request
             chunks = iter(contents())
             first = list(itertools.islice(chunks, 2))
-            if len(first) < 2:
-                data = bytes(first[0]) if first else b""
-                obstore.put(
-                    self.store,
-                    key,
-                    data,
-                    attributes=dict(metadata),
-                    use_multipart=False,
-                )
-            else:
-                parts = map(bytes, itertools.chain(first, chunks))
-                obstore.put(
-                    self.store,
-                    key,
-                    parts,
-                    attributes=dict(metadata),
-                    chunk_size=max(CHUNK_BYTES, -(-length // _MAX_PARTS)),
-                    max_concurrency=_PARTS_AT_ONCE,
-                )
+            is_long = len(first) > 1
+            parts = map(bytes, itertools.chain(first, chunks))
+            obstore.put(
+                self.store,
+                key,
+                parts if is_long else b"".join(first),
+                attributes=dict(metadata),
+                use_multipart=is_long,
+                chunk_size=max(CHUNK_BYTES, -(-length // _MAX_PARTS)),
+                max_concurrency=_PARTS_AT_ONCE,
+            )
 
         self._repeated(key, put)
 
