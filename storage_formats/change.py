@@ -27,7 +27,6 @@ from storage_formats.atomic import (
     fsync_parent,
     fsync_path,
     json_bytes,
-    make_directories,
 )
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.format.journal import (
@@ -333,7 +332,12 @@ class Change:
                 only.
         """
         layout = self.layout
-        current = None if self.before is None else self.before.manifest
+        current = None
+        if self.before is not None:
+            current = self.before.manifest
+        else:
+            # The directory may have existed before this change.
+            fsync_parent(layout.root)
         after = manifest.spec
         shrinks = current is not None and after.rows < current.spec.rows
         if not shrinks:
@@ -683,17 +687,6 @@ def check_free(layout: Place) -> None:
 
 def _entries(folder: Path) -> list[str]:
     return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-
-
-def begin_index(layout: Place, spec: IndexSpec) -> None:
-    """Create the directory and the `zarr.json` files of a new index. May be called
-    repeatedly.
-    """
-    make_directories(layout.root)
-    # `make_directories` flushes only the directories that it creates, but the root may
-    # exist already.
-    fsync_parent(layout.root)
-    write_array_shapes(layout, spec)
 
 
 def clear_staging(root: str | Path) -> None:

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from storage_formats import IndexWriter
-from storage_formats.change import begin_index, remove_build, write_array_shapes
+from storage_formats.change import remove_build, write_array_shapes
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.places import Directory
@@ -153,7 +153,6 @@ def write_random_index(
     blocks[sorted(zeros)] = 0
     embeddings = rng.standard_normal((spec.rows, spec.embed_dim), dtype=np.float32)
     embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
-    begin_index(Directory(root), spec)
     receipts = []
     for shard in range(spec.shards):
         rows = np.array(spec.shard_rows(shard))

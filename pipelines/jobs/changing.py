@@ -44,7 +44,6 @@ from storage_formats.atomic import Json, make_directories
 from storage_formats.change import (
     Change,
     begin_change,
-    begin_index,
     begin_new_index,
     now,
 )
@@ -194,12 +193,11 @@ class Edit:
     needs_indexed: bool = False
 
     def begin(self, change: Change) -> None:
-        """Create the directories of a new index or an erasure, and write the offset
-        block, if the edit has one.
+        """Create the directory of an erasure, and write the offset block, if the edit
+        has one.
         """
         layout = change.layout
         if change.before is None:
-            begin_index(layout, self.spec)
             for each in self.origins[:1]:
                 copy_offset(each, layout)
         elif self.erases:

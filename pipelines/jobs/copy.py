@@ -44,13 +44,12 @@ from pipelines.progress.wording import counted
 from storage_formats.arguments import as_list
 from storage_formats.arrays import Ints
 from storage_formats.atomic import Json
-from storage_formats.change import begin_index
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.file_check import FileEntry
 from storage_formats.format.json_values import write_json
 from storage_formats.format.layout import Segment
-from storage_formats.format.manifest import CommittedIndex, Counts
+from storage_formats.format.manifest import CommittedIndex, Counts, named_files
 from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt, fingerprint
 from storage_formats.format.rows import (
@@ -78,7 +77,6 @@ from storage_formats.writing.copying import ERASED, RowCopier
 from storage_formats.writing.index_copy import (
     begin_remote_copy,
     copy_to_directory,
-    files_to_copy,
     manifest_bytes,
 )
 
@@ -101,7 +99,7 @@ class CopyResult:
             an image with the same bytes.
         inputs: for each merged index, its `index` and `name`, and its numbers of copied
             `rows` and of `duplicates`.
-        files: number of files of a copy, apart from `index.json`.
+        files: number of data files of a copy, without `index.json` and `zarr.json`.
         copied_files: number of files that this run wrote. The other files were already
             in the destination.
         copied_bytes: total length in bytes of the files that this run wrote.
@@ -110,7 +108,7 @@ class CopyResult:
         >>> from edje_index import compact_index, copy_index, delete_rows
         >>> result = copy_index("photos.edje", "backup.edje")
         >>> result.snapshot, result.files
-        (0, 9)
+        (0, 6)
         >>> _ = delete_rows("backup.edje", rows=[0, 5])
         >>> result = compact_index("backup.edje", "dense.edje")
         >>> result.rows, result.removed
@@ -450,7 +448,7 @@ def copy_index(
                 parameter="where",
             )
         return rewrite([(opened, chosen)], out, "copy", on_event, should_stop)
-    files = list(files_to_copy(opened))
+    files = sorted(named_files(opened), key=lambda entry: entry.path)
     on_event(
         StatusMessage(
             f"copying {len(files):,} files of snapshot {manifest.snapshot.number}"
@@ -467,7 +465,6 @@ def copy_index(
         request = {"manifest": hashlib.sha256(data).hexdigest()}
         root = local_path(out)
         with begin_new(root, "copy", request, on_event) as new:
-            begin_index(new.layout, spec)
             # A stopped copy keeps its files only if it has a receipt or a plan.
             # This copy writes no receipts, so it stores a plan.
             new.store_plan({"files": len(files)})

@@ -15,12 +15,12 @@ from typing import BinaryIO
 
 from storage_formats.atomic import (
     fsync_parent,
-    json_bytes,
     make_directories,
     replacing,
 )
+from storage_formats.change import write_array_shapes
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError, cannot_read
-from storage_formats.format.checksum import crc32c, crc32c_file, to_hex
+from storage_formats.format.checksum import crc32c_file, to_hex
 from storage_formats.format.directory import Directory
 from storage_formats.format.file_check import (
     FileEntry,
@@ -39,22 +39,10 @@ from storage_formats.format.manifest import (
     named_files,
 )
 from storage_formats.format.prefix import CHECKSUM, Prefix, committed_chunks
-from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.remote.objects import (
     CHUNK_BYTES,
     Chunk,
 )
-
-
-def files_to_copy(index: CommittedIndex) -> list[FileEntry]:
-    """Return the entries of all files of a snapshot, apart from `index.json`."""
-    return [
-        *(
-            FileEntry(path, len(data), crc32c(data))
-            for path, data in _zarr_files(index).items()
-        ),
-        *sorted(named_files(index), key=lambda entry: entry.path),
-    ]
 
 
 def manifest_bytes(index: CommittedIndex) -> bytes:
@@ -131,8 +119,9 @@ class RemoteCopy:
         return True
 
     def commit(self) -> None:
-        """Replace `index.json` of the destination. If the replaced `index.json`
-        describes another snapshot, it is kept in `snapshots/`.
+        """Write the `zarr.json` files of the destination, and replace its `index.json`.
+        If the replaced `index.json` describes another snapshot, it is kept in
+        `snapshots/`.
 
         Raises:
             EdjeError: another writer has changed the destination, or the store did not
@@ -144,19 +133,23 @@ class RemoteCopy:
             number = Manifest.parse(self.replaced, place.location).snapshot.number
             if number != self.index.manifest.snapshot.number:
                 place.write(place.snapshot(number), self.replaced)
+        write_array_shapes(place, self.index.spec)
         place.commit(data)
 
     def remove_others(self, entries: Collection[FileEntry]) -> None:
         """Delete each data file and each manifest in `snapshots/` of the destination
-        whose path is not in `entries`. Nothing is deleted if the claim of this copy is
-        gone, because another writer may need the objects.
+        that is not in `entries`, except the `zarr.json` files of the copy. Nothing is
+        deleted if the claim of this copy is gone, because another writer may need the
+        objects.
         """
+        place = self.place
         named = {entry.path for entry in entries}
-        folder = self.place.folder
+        named.update(map(place.relative, place.zarr_files(self.index.spec)))
+        folder = place.folder
         unnamed = [
             key for key in folder.list_sizes() if is_data(key) and key not in named
         ]
-        if self.place.is_claimed():
+        if place.is_claimed():
             # The manifests of snapshots are deleted first, so that a manifest never
             # names deleted files.
             unnamed.sort(key=lambda key: SNAPSHOT_FILE.fullmatch(key) is None)
@@ -255,20 +248,6 @@ def _entries(index: CommittedIndex) -> set[FileEntry]:
     return {*named_files(index)} - {*index.manifest.shard_tables}
 
 
-def _zarr_files(index: CommittedIndex) -> dict[str, bytes]:
-    """Return the contents of each `zarr.json` for a snapshot, keyed by path.
-
-    The files on disk are not read, because they describe the current snapshot, while
-    `index` may be open at an earlier snapshot, which can have fewer rows.
-    """
-    layout = index.layout
-    documents = zarr_documents(layout, index.spec)
-    return {
-        layout.relative(path): json_bytes(document)
-        for path, document in documents.items()
-    }
-
-
 def file_contents(index: CommittedIndex, entry: FileEntry) -> Iterator[Chunk]:
     """Yield the contents of the file `entry` of `index` in pieces. After the last
     piece, compare the length and the CRC-32C of all pieces with `entry`.
@@ -276,9 +255,6 @@ def file_contents(index: CommittedIndex, entry: FileEntry) -> Iterator[Chunk]:
     Raises:
         CorruptIndexError: the file is missing or differs from `entry`.
     """
-    if entry.path.endswith("zarr.json"):
-        yield _zarr_files(index)[entry.path]
-        return
     if index.remote is not None:
         yield from committed_chunks(index.remote, entry)
         return

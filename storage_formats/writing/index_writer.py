@@ -33,7 +33,6 @@ from storage_formats.atomic import Json
 from storage_formats.change import (
     Change,
     begin_change,
-    begin_index,
     begin_new_index,
 )
 from storage_formats.codecs import BF16, Blocks, codec
@@ -390,8 +389,6 @@ class IndexWriter:
             self._commit_shard()
         columns = self._columns.columns()
         change = self._change
-        if change.before is None:
-            begin_index(place, spec)
         fetch_tables(place, self._receipts)
         if change.before is None:
             ann: Ann = {"kind": "none"} if build_ann is None else build_ann(place, spec)

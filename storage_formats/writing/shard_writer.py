@@ -42,7 +42,6 @@ class ShardWriter:
     `commit` moves them into the index. Not thread-safe.
 
     Use the writer in a `with` statement, which removes uncommitted files at the end.
-    Call `begin_index` before the first shard.
 
     A new writer removes the private files of earlier attempts at the same shard. If the
     worker of an earlier attempt was taken for dead but still runs, its commit fails.

@@ -83,7 +83,7 @@ def test_a_copy_has_the_same_files(index, tmp_path):
 
 
 def _size(index: Path) -> int:
-    """Bytes of the files that begin_index writes, and of index.json."""
+    """Bytes of the files that the commit writes."""
     return sum(
         path.stat().st_size
         for path in (*index.rglob("zarr.json"), index / "index.json")

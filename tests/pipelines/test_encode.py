@@ -20,7 +20,6 @@ from pipelines.engines.base import run_on_threads
 from pipelines.jobs.build import ShardWorker
 from pipelines.jobs.plan import BuildSettings
 from pipelines.progress.events import StatusMessage
-from storage_formats.change import begin_index
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.places import Directory
@@ -102,13 +101,12 @@ def tasks(tmp_path):
     """Four shards of six photos, which are encoded one by one."""
     spec = IndexSpec(24, 6, (4, 16), 24)
     root = tmp_path / "index"
-    begin_index(Directory(root), spec)
     refs = []
     for name in range(24):
         path = tmp_path / f"{name}.jpg"
         write_photo(path, name)
         refs.append(InputRef(str(path), bytes(path)))
-    Directory(root).input_lists.mkdir()
+    Directory(root).input_lists.mkdir(parents=True)
     write_input_lists(Directory(root), refs, spec.shard_size)
     return [
         ShardTask(str(root), shard, spec, "plan", 1, DecodeSettings(), 1)

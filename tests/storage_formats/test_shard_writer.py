@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from storage_formats.change import begin_index
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.places import Directory
@@ -34,7 +33,6 @@ def commit_shard(root, spec=SPEC, shard=0, seed=0) -> ShardReceipt:
 
 
 def test_a_receipt_is_invalid_for_another_plan_or_after_loss_of_files(tmp_path):
-    begin_index(Directory(tmp_path), SPEC)
     layout = Directory(tmp_path)
     assert read_receipts(layout, [0], "plan").get(0) is None
     commit_shard(tmp_path)
@@ -50,7 +48,6 @@ def test_a_receipt_is_invalid_for_another_plan_or_after_loss_of_files(tmp_path):
 
 
 def test_an_attempt_that_was_thought_dead_cannot_commit(tmp_path):
-    begin_index(Directory(tmp_path), SPEC)
     late = ShardWriter(Directory(tmp_path), SPEC, 0)
     other = ShardWriter(Directory(tmp_path), SPEC, 1)
     late.put(
@@ -73,7 +70,6 @@ def test_an_attempt_that_was_thought_dead_cannot_commit(tmp_path):
 
 
 def test_finishing_needs_every_shard(tmp_path):
-    begin_index(Directory(tmp_path), SPEC)
     receipt = commit_shard(tmp_path)
     with pytest.raises(
         CorruptIndexError,

@@ -20,7 +20,6 @@ from storage_formats import (
     UsageError,
     read_rows,
 )
-from storage_formats.change import begin_index
 from storage_formats.format.json_values import read_json, write_json
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.parquet import read_table
@@ -133,7 +132,6 @@ def test_kinds_of_untyped_text(text, kind):
 def write_index(root: Path, rows: list[dict]) -> list[SourceColumn]:
     names = sorted({name for row in rows for name in row})
     columns = [column_of([row.get(name) for row in rows], name) for name in names]
-    begin_index(Directory(root), SPEC)
     receipts = []
     for shard in range(SPEC.shards):
         row_ids = SPEC.shard_rows(shard)

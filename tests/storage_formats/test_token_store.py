@@ -16,7 +16,6 @@ from storage_formats import (
     UsageError,
     read_rows,
 )
-from storage_formats.change import begin_index
 from storage_formats.codecs import codec
 from storage_formats.format.layout import IndexSpec, padded_shard_bytes
 from storage_formats.format.manifest import CommittedIndex, Manifest
@@ -146,7 +145,7 @@ def test_unknown_precision_and_absent_index_are_refused(built, tmp_path):
 
 
 def test_an_unfinished_index_has_an_error_of_its_own(tmp_path):
-    begin_index(Directory(tmp_path), SPEC)
+    Directory(tmp_path).build.mkdir()
     Directory(tmp_path).journal.write_text("{}")
     with pytest.raises(IncompleteIndexError, match="run the same command again"):
         TokenStore.open(tmp_path)

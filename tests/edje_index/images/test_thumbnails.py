@@ -13,7 +13,6 @@ import pytest
 from PIL import Image
 
 from edje_index.inputs.thumbnails import MAX_PHOTO_BYTES, read_thumbnails
-from storage_formats.change import begin_index
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.places import Directory
 from storage_formats.format.rows import RowEntry, rows_table
@@ -37,7 +36,6 @@ def entry(row_id: int, uri: str, data: bytes, **fields: object) -> RowEntry:
 def write_index(root, entries: list[RowEntry]):
     """An index whose rows table holds `entries`."""
     spec = IndexSpec(len(entries), len(entries), (4, 8), 6)
-    begin_index(Directory(root), spec)
     kept = np.array([entry.row_id for entry in entries if entry.status == "indexed"])
     with ShardWriter(Directory(root), spec, 0) as writer:
         blocks = np.ones((len(kept), 4, 8), np.float32)

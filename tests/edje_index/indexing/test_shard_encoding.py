@@ -33,7 +33,6 @@ from edje_index.inputs.helpers import Helpers
 from edje_index.inputs.input_lists import write_input_lists
 from edje_index.inputs.preparation import Preparation
 from edje_index.inputs.refs import InputRef
-from storage_formats.change import begin_index
 from storage_formats.errors import EdjeError, TaskInterrupted
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.places import Directory
@@ -81,8 +80,7 @@ def case(tmp_path):
     )
     spec = IndexSpec(11, 8, (4, 16), 24)
     root = tmp_path / "index"
-    begin_index(Directory(root), spec)
-    Directory(root).input_lists.mkdir()
+    Directory(root).input_lists.mkdir(parents=True)
     write_input_lists(Directory(root), refs, spec.shard_size)
     task = ShardTask(
         str(root),
