@@ -107,11 +107,10 @@ class TreeSource(Source):
 
     In each directory, the files come first and the subdirectories follow, both sorted
     by the bytes of their names. Symbolic links are followed. Links to directories are
-    read last, after the whole tree. If several paths lead to one file with the suffix
-    of an image, only one is used: the path without links if the patterns select it, or
-    else the first path that they select. Of a repository in the cache of the Hugging
-    Face Hub, the names in `snapshots` are used. Hidden files and directories are
-    ignored.
+    read last, after the whole tree. If several paths lead to one file, only one is
+    used: the path without links if the patterns select it, or else the first path that
+    they select. Of a repository in the cache of the Hugging Face Hub, the names in
+    `snapshots` are used. Hidden files and directories are ignored.
 
     The files NAME.json and NAME.txt contain the metadata of the image NAME.jpg. A table
     metadata.jsonl or metadata.csv contains the metadata of the images that its column
@@ -148,6 +147,8 @@ class TreeSource(Source):
         self._reads = Counter[bytes]()
         # uris, without links in them, of the inputs that were used through a link
         self._linked: set[str] = set()
+        # directories `blobs` of caches of the Hub, without links
+        self._blobs: set[bytes] = set()
         # path of a photo in a metadata table, without links -> its values
         self._listed: dict[bytes, dict[Any, Any]] = {}
         # directories whose metadata table is damaged
@@ -211,6 +212,7 @@ class TreeSource(Source):
         # no file has its name.
         if directory.directories >= _HUB_CACHE:
             directory.directories.remove(b"blobs")
+            self._blobs.add(os.path.join(directory.real, b"blobs"))
             self.ignored.count("(folder seen)")
         is_index = (
             b"index.json" in directory.files
@@ -319,21 +321,21 @@ class TreeSource(Source):
         and return None.
         """
         path = os.path.join(directory.path, name)
-        size = directory.files.get(name)
-        try:
-            key = ignored_as(name, lambda: read_head(path, size), clips=self.clips)
-        except (OSError, EOFError) as error:
-            return InputRef(display_path(path), path, problem=problem_of(error))
-        if key is not None:
-            self.ignored.count(key, 1 + len(sidecars.get(name, ())))
-            return None
         uri = display_path(path)
         real = os.path.join(directory.real, name)
         if name in directory.links:
             real = os.path.realpath(path)
-        if not is_url(path) and self._is_seen(path, real, uri):
-            self.ignored.count("(link seen)")
-            return None
+        size = directory.files.get(name)
+        try:
+            key = ignored_as(name, lambda: read_head(path, size), clips=self.clips)
+            if key is not None:
+                self.ignored.count(key, 1 + len(sidecars.get(name, ())))
+                return None
+            if not is_url(path) and self._is_seen(path, real, uri):
+                self.ignored.count("(link seen)")
+                return None
+        except (OSError, EOFError) as error:
+            return InputRef(uri, path, problem=problem_of(error))
         contents = {
             suffix: _read_sidecar(os.path.join(directory.path, sidecar))
             for suffix, sidecar in sidecars.get(name, {}).items()
@@ -449,9 +451,11 @@ class TreeSource(Source):
         below = os.path.relpath(real, self._real_root)
         member = uri.removeprefix(display_path(path))
         # A path outside the source begins with b"..".
-        is_listed = not any(
-            part.startswith(b".") or is_litter(part) for part in below.split(b"/")
-        ) and (bool(member) or has_input_suffix(real, self.clips))
+        is_outside = below.startswith(b"..")
+        is_listed = not is_outside and os.path.dirname(real) not in self._blobs
+        if is_listed:
+            key = ignored_as(below, lambda: read_head(real), clips=self.clips)
+            is_listed = key is None or (bool(member) and key != "(hidden)")
         place = display_path(os.path.join(self.path, below)) + member
         if place in self._linked or (is_listed and self._is_selected(place)):
             return True

@@ -115,6 +115,12 @@ TREES = {
         "z.jpg a/y.jpg",
         {".dat": 1, "(hidden)": 1},
     ),
+    "links to an image without a suffix": (
+        "b/IMG a.jpg>b/IMG b/c.jpg>IMG d.jpg>e/IMG e/IMG",
+        {"exclude": ["/e/"]},
+        "d.jpg b/IMG",
+        {"(link seen)": 2, "(excluded)": 1},
+    ),
     "files of other programs": (
         "@eaDir/a.jpg/SYNOPHOTO_THUMB_M.jpg #recycle/a.jpg trip/__MACOSX/._a.jpg"
         " trip/Previews.lrdata/1/a.jpg .thumbnails/a.jpg .Trash-1000/files/a.jpg"
