@@ -96,8 +96,7 @@ class Preprocessor:
 
     def pixels(self, image: Image.Image) -> NDArray[np.uint8]:
         """Return the same pixels as `resize`, but as an array [height, width, 4]. The
-        last byte of a pixel has no meaning. The next call in this thread may overwrite
-        the array.
+        last byte of a pixel has no meaning.
         """
         # Imported here, because the module loads Numba, which a search for a caption
         # does not need.

@@ -14,7 +14,6 @@ loops.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
@@ -30,6 +29,7 @@ from storage_formats.codecs.kernel_compiler import (
     output_array,
     types,
 )
+from storage_formats.reading.memory import lend
 
 U8: TypeAlias = NDArray[np.uint8]
 U32: TypeAlias = NDArray[np.uint32]
@@ -62,32 +62,6 @@ _LANES = _ROWS * _PIXEL
 # Number of pixels that are copied and resized at once. They take 4 MB, which fit into
 # the processor's cache.
 _BAND_PIXELS = 1 << 20
-# Largest number of bytes of an array that is kept for the next image.
-_MAX_KEPT = 1 << 24
-
-
-class _Scratch(threading.local):
-    """Memory that a thread reuses for all its images. New memory for each image would
-    cost page faults, which are slow on some virtual machines.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[str, U8] = {}
-
-    def take(self, name: str, size: int) -> U8:
-        """Return an array of `size` bytes with undefined content. The array is valid
-        until the next call with the same `name` in this thread.
-        """
-        if size > _MAX_KEPT:
-            return np.empty(size, np.uint8)
-        kept = self._kept.get(name)
-        if kept is None or len(kept) < size:
-            kept = np.empty(size, np.uint8)
-            self._kept[name] = kept
-        return kept[:size]
-
-
-_scratch = _Scratch()
 
 
 def resize(
@@ -106,23 +80,22 @@ def resize(
         resampling: a key of `SUPPORT`.
 
     Returns:
-        The pixels [rows, columns, 4]. The last byte of a pixel has no meaning. The next
-        call in this thread may overwrite the array.
+        The pixels [rows, columns, 4]. The last byte of a pixel has no meaning.
     """
     left, top, right, bottom = box
     support = SUPPORT[resampling]
     across = _taps(image.width, size[0], left, right, support)
     down = _taps(image.height, size[1], top, bottom, support)
     shape = (bottom - top, right - left, int(_PIXEL))
+    result = lend(math.prod(shape))
+    width = np.uint64(image.width)
     # As in Pillow 13, the height is resized first if it loses more than twice as many
     # pixels as the width. The order changes the bytes, because the result of the first
     # axis is rounded.
     saved = image.height - size[1]
     if saved > 2 * max(0, image.width - size[0]):
-        narrow = _scratch.take("narrow", image.width * shape[0] * shape[2])
-        width = np.uint64(image.width)
+        narrow = lend(image.width * shape[0] * shape[2])
         _resize_columns(_packed(image), *down, width, narrow)
-        result = _scratch.take("result", math.prod(shape))
         _resize_rows(narrow, *across, width, result)
         return result.reshape(shape)
     # The source rows [first, end) contribute to the crop.
@@ -130,12 +103,11 @@ def resize(
     taps = down[1].size // len(down[0])
     end = min(image.height, int(down[0][-1]) + taps)
     row = shape[1] * shape[2]
-    narrow = _scratch.take("narrow", (end - first) * row)
+    narrow = lend((end - first) * row)
     for start, stop, pixels in _bands(image, first, end):
         band = narrow[(start - first) * row : (stop - first) * row]
-        _resize_rows(pixels, *across, np.uint64(image.width), band)
+        _resize_rows(pixels, *across, width, band)
     starts = down[0] - np.uint64(first)
-    result = _scratch.take("result", math.prod(shape))
     _resize_columns(narrow, starts, down[1], np.uint64(shape[1]), result)
     return result.reshape(shape)
 
@@ -145,16 +117,14 @@ def _bands(image: Image.Image, first: int, end: int) -> Iterator[tuple[int, int,
     bytes of the rows [start, stop)), with 4 bytes per pixel.
     """
     row = image.width * int(_PIXEL)
-    step = max(int(_ROWS), _BAND_PIXELS // image.width)
     whole = _shared(image)
     if whole is not None:
-        step = end - first
+        yield first, end, whole[first * row : end * row]
+        return
+    step = max(int(_ROWS), _BAND_PIXELS // image.width)
     for start in range(first, end, step):
         stop = min(end, start + step)
-        if whole is not None:
-            yield start, stop, whole[start * row : stop * row]
-        else:
-            yield start, stop, _packed(image.crop((0, start, image.width, stop)))
+        yield start, stop, _packed(image.crop((0, start, image.width, stop)))
 
 
 def _shared(image: Image.Image) -> U8 | None:
