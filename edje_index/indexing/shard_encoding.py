@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.images.frames import DecodeSettings
 from edje_index.indexing.kept_batches import KeptBatches
 from edje_index.inputs.helpers import MESSAGE_INPUTS, REMOTE_THREADS, Helpers
 from edje_index.inputs.input_lists import read_shard_inputs
-from edje_index.inputs.preparation import Preparation
+from edje_index.inputs.preparation import DecodeSettings, Preparation
 from edje_index.inputs.refs import InputRef
 from edje_index.progress import ShardProgress
 from storage_formats.arrays import Ints

@@ -13,10 +13,19 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL.Image import Image
 
-from edje_index.images.decode import ImageError, content_hash
-from edje_index.images.frames import DecodeSettings, decode_input
+from edje_index.images import clips
+from edje_index.images.decode import (
+    DEFAULT_MAX_PIXELS,
+    ImageError,
+    content_hash,
+    decode_partial,
+    decode_rgb,
+)
+from edje_index.images.decode_limits import BYTES_PER_PIXEL
 from edje_index.images.preprocessing import Preprocessor
+from edje_index.images.transient import retry
 from edje_index.inputs.refs import InputRef, read_bytes
 from storage_formats.format.rows import FAILED
 
@@ -34,6 +43,82 @@ Prepare: TypeAlias = Callable[[Iterable[Job]], list[Columns]]
 def failed(reason: str, detail: str) -> Columns:
     """Return the columns of an input that cannot be prepared."""
     return {"status": FAILED, "reason": reason, "detail": detail}
+
+
+@dataclass(frozen=True)
+class DecodeSettings:
+    """Settings of decoding that change its result.
+
+    Attributes:
+        max_pixels: limit on the pixels of an image. Larger images fail with the reason
+            "too-many-pixels".
+        truncated: what to do with a truncated image. "fail": the image fails. "load":
+            the readable part is loaded.
+        frames: number of frames per input. With a number, images and clips are decoded,
+            and the only frame of an image is repeated. With None, images are decoded to
+            one frame, and clips are rejected.
+    """
+
+    max_pixels: int = DEFAULT_MAX_PIXELS
+    truncated: str = "fail"
+    frames: int | None = None
+
+    def inputs_per_batch(self, batch_size: int) -> int:
+        """Return the number of inputs in a forward pass of `batch_size` frames. The
+        number is 1 if an input has more frames than `batch_size`.
+        """
+        return max(1, batch_size // (self.frames or 1))
+
+
+def decode_input(
+    data: bytes,
+    uri: str,
+    settings: DecodeSettings,
+    convert: Callable[[Image, Pixels], object],
+    out: Pixels,
+) -> Columns:
+    """Decode the bytes of the input `uri`, write its pixels to `out`, and return its
+    columns.
+
+    The width and the height are those of the upright image, or of the first frame of a
+    clip. The detail says where a truncated image ends.
+
+    Args:
+        convert: function that writes the pixels of an RGB frame to an array.
+        out: pixels of the input. If the settings have a number of frames, this is the
+            length of the first axis.
+
+    Raises:
+        ImageError: the input cannot be decoded or converted.
+        TransientInputError: there is too little memory at this moment.
+    """
+    targets = out[np.newaxis] if settings.frames is None else out
+    is_clip = settings.frames is not None and clips.is_clip(data)
+    max_pixels = settings.max_pixels
+    enough_bytes = BYTES_PER_PIXEL * max_pixels
+    if is_clip:
+        enough_bytes = clips.BYTES_PER_PIXEL * min(max_pixels, clips.MAX_FRAME_PIXELS)
+
+    def decode() -> Columns:
+        truncation = None
+        frames: Iterable[Image]
+        if is_clip:
+            frames = clips.decode_frames(data, len(targets), max_pixels)
+        elif settings.truncated == "load":
+            image, truncation = decode_partial(data, max_pixels)
+            frames = [image]
+        else:
+            frames = [decode_rgb(data, max_pixels)]
+        sizes = []
+        for frame, target in zip(frames, targets, strict=False):
+            convert(frame, target)
+            sizes.append(frame.size)
+        # The only frame of an image is repeated.
+        targets[len(sizes) :] = targets[0]
+        width, height = sizes[0]
+        return {"width": width, "height": height, "detail": truncation}
+
+    return retry(decode, uri, enough_bytes)
 
 
 @dataclass(frozen=True)
@@ -84,7 +169,9 @@ class Preparation:
             columns["read_seconds"] = time.perf_counter() - started
             if self.preprocess is not None:
                 started = time.perf_counter()
-                columns |= self._decode(data, ref.uri, self.preprocess, out)
+                columns |= decode_input(
+                    data, ref.uri, self.decoding, self.preprocess.array, out
+                )
                 columns["decode_seconds"] = time.perf_counter() - started
         except ImageError as error:
             columns |= failed(error.reason, error.detail)
@@ -93,15 +180,3 @@ class Preparation:
     def run_all(self, pixels: Pixels, jobs: Iterable[Job]) -> list[Columns]:
         """Prepare inputs, and write their pixels to their positions in `pixels`."""
         return [self.run(ref, pixels[position]) for position, ref in jobs]
-
-    def _decode(
-        self, data: bytes, uri: str, preprocess: Preprocessor, out: Pixels
-    ) -> Columns:
-        is_clip = self.decoding.frames is not None
-        target = None if is_clip else out
-        size, frames, truncation = decode_input(
-            data, uri, self.decoding, lambda image: preprocess.array(image, target)
-        )
-        if is_clip:
-            np.stack(frames, out=out)
-        return {"width": size[0], "height": size[1], "detail": truncation}

@@ -50,7 +50,7 @@ from storage_formats.remote.urls import IndexLocation
 from storage_formats.threads import has_bfloat16, usable_cpus
 
 if TYPE_CHECKING:
-    from edje_index.images.frames import DecodeSettings
+    from edje_index.inputs.preparation import DecodeSettings
     from edje_index.inputs.refs import InputRef
     from pipelines.sources.base import Source
 
@@ -192,7 +192,7 @@ class BuildSettings:
     @property
     def decoding(self) -> DecodeSettings:
         """The settings that affect how images and clips are decoded."""
-        from edje_index.images.frames import DecodeSettings
+        from edje_index.inputs.preparation import DecodeSettings
 
         return DecodeSettings(
             **{each.name: getattr(self, each.name) for each in fields(DecodeSettings)}

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from edje_index.images.frames import DecodeSettings
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.indexing.shard_encoding import ShardTask
 from edje_index.inputs.input_lists import write_input_lists
+from edje_index.inputs.preparation import DecodeSettings
 from edje_index.inputs.refs import InputRef
 from pipelines import append_index
 from pipelines.cli.info import _shown, describe_index

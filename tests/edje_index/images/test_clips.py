@@ -17,7 +17,7 @@ from PIL import Image
 from edje_index.images import clips
 from edje_index.images.clips import decode_frames, is_clip
 from edje_index.images.decode import REASONS, ImageError
-from edje_index.images.frames import DecodeSettings, decode_input
+from edje_index.inputs.preparation import DecodeSettings, decode_input
 from tests.edje_index.clip_cases import KINDS, all_frames, clip, panned, photo
 from tests.edje_index.image_cases import encoded, gradient
 
@@ -254,21 +254,19 @@ def test_tables_beside_texts_are_counted(texts):
 
 
 def test_an_image_is_a_clip_of_one_frame():
-    data = encoded(Image.fromarray(photo()), "PNG")
-    size, frames, _ = decode_input(
-        data, "still", DecodeSettings(LIMIT, frames=3), np.asarray
-    )
-    assert (size, len(frames)) == ((96, 64), 3)
-    np.testing.assert_array_equal(frames[2], photo())
-    moving = decode_input(
-        clip(panned(3), KINDS["lossless"]),
-        "moving",
-        DecodeSettings(LIMIT, frames=3),
-        np.asarray,
-    )
-    assert moving[0] == (96, 64)
-    np.testing.assert_array_equal(moving[1], panned(3))
+    def decode(data: bytes, frames: int | None) -> np.ndarray:
+        out = np.zeros((frames or 1, 64, 96, 3), np.uint8)
+        settings = DecodeSettings(LIMIT, frames=frames)
+        columns = decode_input(
+            data, "an input", settings, lambda image, to: np.copyto(to, image), out
+        )
+        assert columns == {"width": 96, "height": 64, "detail": None}
+        return out
+
+    still = encoded(Image.fromarray(photo()), "PNG")
+    np.testing.assert_array_equal(decode(still, 3), [photo()] * 3)
+    moving = clip(panned(3), KINDS["lossless"])
+    np.testing.assert_array_equal(decode(moving, 3), panned(3))
     for kind in ("mp4", "webm"):
-        data = clip(panned(3), KINDS[kind])
         with pytest.raises(ImageError, match=r"unsupported-image: .*video"):
-            decode_input(data, "moving", DecodeSettings(LIMIT), np.asarray)
+            decode(clip(panned(3), KINDS[kind]), None)

@@ -19,7 +19,6 @@ from PIL import Image
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.images import resize
 from edje_index.images.decode import content_hash, decode_rgb
-from edje_index.images.frames import DecodeSettings
 from edje_index.images.transient import TransientInputError
 from edje_index.indexing import shard_encoding
 from edje_index.indexing.image_encoder import ImageEncoder
@@ -31,7 +30,7 @@ from edje_index.indexing.shard_encoding import (
 )
 from edje_index.inputs.helpers import Helpers
 from edje_index.inputs.input_lists import write_input_lists
-from edje_index.inputs.preparation import Preparation
+from edje_index.inputs.preparation import DecodeSettings, Preparation
 from edje_index.inputs.refs import InputRef
 from storage_formats.errors import EdjeError, TaskInterrupted
 from storage_formats.format.layout import IndexSpec
