@@ -4,6 +4,7 @@ embeddings in .npy files.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -196,19 +197,8 @@ def open_npy(path: Path, dimensions: int) -> Array:
         UsageError: the file is not a complete .npy file, or the array has another
             number of dimensions or is empty.
     """
-    try:
-        with naming(path):
-            array: np.memmap[Any, Any] = np.lib.format.open_memmap(path, mode="r")
-    except (OSError, ValueError, EOFError) as error:
-        # An OSError with an errno comes from the operating system and does not mean
-        # that the file is invalid. For a file that it cannot parse, NumPy raises an
-        # OSError without an errno.
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise UsageError(
-            f"cannot read {path} as a .npy file: {error}; save the array with"
-            " numpy.save"
-        ) from error
+    with _parsing(path, "a .npy file", "save the array with numpy.save"), naming(path):
+        array: np.memmap[Any, Any] = np.lib.format.open_memmap(path, mode="r")
     if (extra := path.stat().st_size - array.offset - array.nbytes) > 0:
         raise UsageError(
             f"{path} has {extra:,} bytes after its array; save one array per file"
@@ -225,6 +215,22 @@ def open_npy(path: Path, dimensions: int) -> Array:
     return array.view(BF16) if array.dtype in (np.uint16, np.dtype("V2")) else array
 
 
+@contextlib.contextmanager
+def _parsing(path: Path, kind: str, advice: str) -> Iterator[None]:
+    """Context manager that converts the error of a file that is not of its `kind` to
+    UsageError.
+    """
+    try:
+        yield
+    except (OSError, ValueError, EOFError, pa.ArrowException) as error:
+        # An OSError with an errno comes from the operating system and does not mean
+        # that the file is invalid. For a file that they cannot parse, NumPy and PyArrow
+        # raise an OSError without an errno.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise UsageError(f"cannot read {path} as {kind}: {error}; {advice}") from error
+
+
 def _row_parts(
     path: Path | None, rows: int, ignored: Ignored
 ) -> Iterator[tuple[int, Rows | None]]:
@@ -237,18 +243,11 @@ def _row_parts(
         ignored: counter to which the values that cannot be stored are added.
     """
     if path is None:
-        return (
-            (min(_CHUNK_ROWS, rows - start), None)
-            for start in range(0, rows, _CHUNK_ROWS)
-        )
-    try:
+        for start in range(0, rows, _CHUNK_ROWS):
+            yield min(_CHUNK_ROWS, rows - start), None
+        return
+    with _parsing(path, "a Parquet file", "write this file again"):
         file = open_parquet(path)
-    except (OSError, pa.ArrowException) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise UsageError(
-            f"cannot read {path} as a Parquet file: {error}; write this file again"
-        ) from error
     names = file.schema_arrow.names
     own = [name for name in names if name in ROW_COLUMNS]
     if repeated := {name for name in own if own.count(name) > 1}:
@@ -270,14 +269,8 @@ def _row_parts(
             f"{path} has {file.metadata.num_rows} rows, but the arrays have {rows}"
             " rows; write one row per image"
         )
-    return _table_parts(file, own, others, ignored)
-
-
-def _table_parts(
-    file: Any, own: list[str], others: list[str], ignored: Ignored
-) -> Iterator[tuple[int, Rows | None]]:
-    rows = parquet_rows(file, [*own, *others], _CHUNK_ROWS)
-    while part := list(itertools.islice(rows, _CHUNK_ROWS)):
+    lines = parquet_rows(file, [*own, *others], _CHUNK_ROWS)
+    while part := list(itertools.islice(lines, _CHUNK_ROWS)):
         values = [
             source_values(
                 dict(zip(others, row[len(own) :], strict=True)), ignored, renames=False
