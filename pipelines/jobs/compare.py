@@ -20,12 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from edje_index.inputs.refs import InputRef, display_path, rows_digest
-from edje_index.inputs.tables import STANDARD_INPUT
+from edje_index.inputs.refs import InputRef, display_path
 from pipelines.jobs.plan import (
     CollectedInputs,
     SourceGroup,
-    recorded_sources,
     settings_of,
 )
 from pipelines.jobs.snapshots import NewValues
@@ -36,7 +34,7 @@ from pipelines.sources import (
     hashed,
     without_nested,
 )
-from storage_formats.errors import EdjeError, UsageError
+from storage_formats.errors import EdjeError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import (
     DUPLICATE,
@@ -79,7 +77,6 @@ class SourceChanges:
 
     Attributes:
         refs: inputs that get new rows, in the order of the sources.
-        digest: SHA-256 of `refs`, in hexadecimal; see `Plan.inputs_digest`.
         inputs: number of inputs that the sources list.
         duplicates: number of inputs that get no row, because a kept row or an earlier
             input has the same content.
@@ -109,7 +106,6 @@ class SourceChanges:
     """
 
     refs: Sequence[InputRef]
-    digest: str
     inputs: int
     duplicates: int
     ignored: dict[str, int]
@@ -216,7 +212,12 @@ def _load_rows(
                     _digest(line["content_hash"]),
                     line["reason"] if line["status"] == FAILED else None,
                     line["duplicate_of"] if line["status"] == DUPLICATE else None,
-                    _hash(_given(line, columns)),
+                    metadata_hash(
+                        {
+                            **{name: line[name] for name in columns},
+                            **values_of_sources(line[SOURCE_VALUES], columns),
+                        }
+                    ),
                 )
                 for line in table.to_pylist()
             ),
@@ -224,14 +225,6 @@ def _load_rows(
     database.execute("CREATE INDEX names ON rows(name, row_id)")
     database.execute("CREATE INDEX hashes ON rows(hash)")
     return rows
-
-
-def _given(
-    line: Mapping[str, Any], columns: Mapping[str, SourceColumn]
-) -> dict[str, Any]:
-    """Return the values that the sources gave last to the `columns` of a row."""
-    of_sources = values_of_sources(line[SOURCE_VALUES], columns)
-    return {name: of_sources.get(name, line[name]) for name in columns}
 
 
 def _digest(content_hash: str | None) -> bytes | None:
@@ -242,7 +235,7 @@ def _digest(content_hash: str | None) -> bytes | None:
 def compare_sources(
     database: sqlite3.Connection,
     index: CommittedIndex,
-    group: SourceGroup | None,
+    groups: Iterable[SourceGroup],
     max_vanished: float,
     on_event: OnEvent,
     should_stop: ShouldStop,
@@ -265,42 +258,26 @@ def compare_sources(
 
     Args:
         database: an empty `temporary_database`.
-        group: all sources of the index; None uses the sources that the index records.
+        groups: all sources of the index.
         max_vanished: largest allowed share, 0 to 1, of the rows whose input no longer
             exists or cannot be read.
         retry_failed: True to give new rows to failed inputs that can be read.
         restore: True to give rows to inputs whose rows were deleted by users.
 
     Raises:
-        UsageError: a source cannot be used, or the index does not record its sources
-            and `group` is None.
+        UsageError: a source cannot be used.
         EdjeError: a source or a part of a source cannot be read, or the share of rows
             whose input no longer exists or cannot be read is larger than
             `max_vanished`.
     """
     settings = settings_of(index.root, index.manifest)
-    if group is not None:
-        sources = replace(settings, **asdict(group)).open_sources()
-    else:
-        groups = recorded_sources(index.manifest)
-        if groups is None:
-            raise UsageError(
-                "the index does not record the sources of all its rows; name all"
-                " sources",
-                parameter="sources",
-            )
-        if any(STANDARD_INPUT in group.sources for group in groups):
-            raise UsageError(
-                "the index was made from a list on standard input, which cannot be read"
-                " again; name all sources",
-                parameter="sources",
-            )
-        opened = [
+    sources = without_nested(
+        [
             source
             for group in groups
             for source in replace(settings, **asdict(group)).open_sources()
         ]
-        sources = without_nested(opened)
+    )
     for statement in _SCHEMA.split(";"):
         database.execute(statement)
     columns = {column.name: column for column in index.manifest.columns}
@@ -332,7 +309,7 @@ def compare_sources(
         """Note the column values of `ref` if they differ from those of `row`."""
         nonlocal unread, first_unread
         given = stored_values.add(ref).metadata or {}
-        if row.metadata != _hash(_typed(given, columns)):
+        if row.metadata != metadata_hash(_typed(given, columns)):
             if any(ref.uri in source.unread for source in sources):
                 unread += 1
                 first_unread = first_unread or ref.uri
@@ -528,7 +505,6 @@ def compare_sources(
         )
     return SourceChanges(
         refs,
-        _digest_of(refs),
         inputs,
         repeated,
         listing.ignored,
@@ -562,19 +538,7 @@ def _user_values(index: CommittedIndex, row_ids: Sequence[int]) -> NewValues:
     }
 
 
-def _digest_of(refs: Iterable[InputRef]) -> str:
-    """Return the SHA-256 of the new rows of `refs` and their metadata, in hexadecimal.
-
-    The metadata is part of the hash, so that a stopped update is not resumed with
-    captions that have changed since.
-    """
-    digest = hashlib.sha256(rows_digest(refs).encode())
-    for ref in refs:
-        digest.update(_hash(ref.metadata or {}))
-    return digest.hexdigest()
-
-
-def _hash(values: Mapping[str, Any]) -> bytes:
+def metadata_hash(values: Mapping[str, Any]) -> bytes:
     """Return a hash of column values, 16 bytes. Null values are left out."""
     given = {name: value for name, value in values.items() if value is not None}
     return hashlib.blake2b(metadata_text(given).encode(), digest_size=16).digest()

@@ -4,6 +4,7 @@ replace.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 import time
@@ -11,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,6 +21,7 @@ from edje_index.bundles.info import (
     BundleInfo,
     matching_bundle,
 )
+from edje_index.inputs.tables import STANDARD_INPUT
 from pipelines.jobs.build import (
     BuildResult,
     earlier_plan,
@@ -36,7 +38,7 @@ from pipelines.jobs.changing import (
     apply,
     begin,
 )
-from pipelines.jobs.compare import SourceChanges, compare_sources
+from pipelines.jobs.compare import compare_sources, metadata_hash
 from pipelines.jobs.plan import (
     BuildSettings,
     Execution,
@@ -136,8 +138,7 @@ def append_index(
         engine, workers, helpers, address=address, max_failed=max_failed
     )
     with begin(index, "append", request) as change:
-        settings, info = _settings_and_bundle(change.index, group, model)
-        execution = choose_workers(settings, info, execution)
+        settings, info, execution = _encoder(change.index, group, model, execution)
         plan = earlier_plan(change, info, on_event)
         if plan is None:
             listing = Listing(settings.open_sources(), on_event, should_stop)
@@ -150,11 +151,10 @@ def append_index(
                 and (ref.content_hash or ref.uri) not in keys_in_index
             ]
             duplicates = len(listed) - len(refs)
-            changes = SourceChanges(
-                refs, listing.digest, len(listed), duplicates, listing.ignored
-            )
             if refs:
-                plan = _plan_rows(change, changes, settings, info)
+                plan = _plan_rows(
+                    change, refs, duplicates, listing.ignored, settings, info
+                )
         else:
             duplicates = plan.duplicates
         groups = recorded_sources(change.index.manifest)
@@ -245,16 +245,30 @@ def update_index(
         begin(index, "update", request, dry_run=dry_run) as change,
     ):
         manifest = change.index.manifest
+        recorded = recorded_sources(manifest)
         if group is not None and column is None:
             # If the index records one of the sources, use the path column recorded with
             # it.
-            for each in recorded_sources(manifest) or ():
+            for each in recorded or ():
                 if {*each.sources} & {*group.sources}:
                     group = replace(group, column=each.column)
+        groups = recorded if group is None else (group,)
+        if groups is None:
+            raise UsageError(
+                "the index does not record the sources of all its rows; name all"
+                " sources",
+                parameter="sources",
+            )
+        if group is None and any(STANDARD_INPUT in each.sources for each in groups):
+            raise UsageError(
+                "the index was made from a list on standard input, which cannot be read"
+                " again; name all sources",
+                parameter="sources",
+            )
         changes = compare_sources(
             database,
             change.index,
-            group,
+            groups,
             max_vanished,
             on_event,
             should_stop,
@@ -263,18 +277,22 @@ def update_index(
         )
         work = None
         if changes.refs and not dry_run:
-            settings, info = _settings_and_bundle(
-                change.index, group or SourceGroup(()), model
+            settings, info, execution = _encoder(
+                change.index, group or SourceGroup(()), model, execution
             )
-            execution = choose_workers(settings, info, execution)
-            plan = _plan_rows(change, changes, settings, info)
+            plan = _plan_rows(
+                change,
+                changes.refs,
+                changes.duplicates,
+                changes.ignored,
+                settings,
+                info,
+            )
             work = encoding(change, plan, execution, on_event, needs_one=False)
             rows = manifest.counts.inputs - manifest.snapshot.deleted_rows
             work = _with_lost(work, change, changes.replaced, max_vanished * rows)
         elif change.plan is not None:
             change.start_again()
-        groups = recorded_sources(manifest) if group is None else (group,)
-        edit = _new_rows(change, plan, work, groups, changes.deleted, model)
         columns = manifest.columns if plan is None else plan.columns
         lines, columns = edited_values(
             change.index, changes.values, columns, from_sources=True
@@ -293,12 +311,17 @@ def update_index(
         lines = pa.concat_tables([lines, pa.Table.from_pylist(others, VALUE_SCHEMA)])
         # If the update only tries failed inputs again, and all fail again, nothing is
         # committed.
-        edit = replace(
-            edit,
+        edit = _new_rows(
+            change,
+            plan,
+            work,
+            groups,
+            changes.deleted,
+            model,
             values=lines,
             columns=columns,
             removed=frozenset[bytes]() if restore else None,
-            needs_indexed=groups == recorded_sources(manifest)
+            needs_indexed=groups == recorded
             and not edited
             and not changes.moved
             and not changes.changed
@@ -319,11 +342,7 @@ def update_index(
             problems = Counter(ref.problem for ref in refs if ref.problem is not None)
             counts = Counts(len(refs), len(refs) - problems.total(), 0, dict(problems))
             shards = -(-len(refs) // manifest.spec.shard_size)
-            positions = {*changes.changed}
-            changed = sum(
-                ref.problem is None and position in positions
-                for position, ref in enumerate(refs)
-            )
+            changed = sum(refs[each].problem is None for each in changes.changed)
         elif plan is not None and changes.changed:
             row_ids = [plan.first_row + position for position in changes.changed]
             after = CommittedIndex.at(change.layout)
@@ -397,7 +416,7 @@ def add_images(
     import PIL.Image
 
     from edje_index.images.decode import ImageError, decode_rgb
-    from edje_index.inputs.refs import InputRef, rows_digest
+    from edje_index.inputs.refs import InputRef
 
     started = time.monotonic()
     images = as_list(images, "images", "images")
@@ -447,10 +466,10 @@ def add_images(
                 ) from error
             metadata = source_values(row, ignored)
             refs.append(InputRef(uri, os.fsencode(path), metadata=metadata))
-        settings, info = _settings_and_bundle(change.index, SourceGroup(()), model)
-        execution = choose_workers(settings, info, Execution("inline", max_failed=1.0))
-        changes = SourceChanges(refs, rows_digest(refs), len(refs), 0, ignored)
-        plan = _plan_rows(change, changes, settings, info)
+        settings, info, execution = _encoder(
+            change.index, SourceGroup(()), model, Execution("inline", max_failed=1.0)
+        )
+        plan = _plan_rows(change, refs, 0, ignored, settings, info)
         work = encoding(change, plan, execution, on_event, needs_one=False)
 
         def check(receipts: Sequence[ShardReceipt]) -> None:
@@ -538,12 +557,14 @@ def _with_lost(
     return replace(work, check=check)
 
 
-def _settings_and_bundle(
+def _encoder(
     index: CommittedIndex,
     group: SourceGroup,
     model: IndexLocation | None,
-) -> tuple[BuildSettings, BundleInfo]:
-    """Return the settings and the bundle that encode new rows of `index`.
+    execution: Execution,
+) -> tuple[BuildSettings, BundleInfo, Execution]:
+    """Return the settings and the bundle that encode new rows of `index`, and
+    `execution` with the number of workers.
 
     The settings are those of `index`, but with the sources of `group`, and duplicates
     are not encoded.
@@ -555,25 +576,32 @@ def _settings_and_bundle(
         dedupe=True,
         precisions=index.spec.precisions,
     )
-    return settings, matching_bundle(
-        index, None if model is None else local_path(model)
-    )
+    info = matching_bundle(index, None if model is None else local_path(model))
+    return settings, info, choose_workers(settings, info, execution)
 
 
 def _plan_rows(
     change: Change,
-    changes: SourceChanges,
+    refs: Sequence[InputRef],
+    duplicates: int,
+    ignored: Mapping[str, int],
     settings: BuildSettings,
     info: BundleInfo,
 ) -> Plan:
-    """Plan new shards for the new rows of `changes`, and store the plan.
+    """Plan new shards for new rows of `refs`, and store the plan.
 
     If an earlier run of `change` stored the same plan, the shards that it finished are
     used. If that run stored another plan, the files of that run are removed.
     """
+    from edje_index.inputs.refs import rows_digest
+
+    # The plan differs if captions have changed since an earlier run.
+    digest = hashlib.sha256(rows_digest(refs).encode())
+    for ref in refs:
+        digest.update(metadata_hash(ref.metadata or {}))
     manifest = change.index.manifest
     spec = manifest.spec
-    rows = len(changes.refs)
+    rows = len(refs)
     check_disk(change.layout, replace(spec, rows=rows, segments=()))
     first_row = next_first_row(manifest)
     segments = (*spec.used_segments, Segment(first_row, rows))
@@ -582,9 +610,9 @@ def _plan_rows(
         spec,
         model_record(info),
         settings,
-        changes.digest,
-        changes.duplicates,
-        changes.ignored,
+        digest.hexdigest(),
+        duplicates,
+        dict(ignored),
     )
     if (
         change.plan is not None
@@ -593,14 +621,14 @@ def _plan_rows(
         change.start_again()
     stored = store_inputs(
         change,
-        changes.refs,
+        refs,
         spec.shard_size,
         first_shard=first_row // spec.shard_size,
         earlier_columns=manifest.columns,
     )
     plan = replace(
         plan,
-        ignored={**changes.ignored, **stored.ignored},
+        ignored={**ignored, **stored.ignored},
         columns=stored.columns(),
     )
     change.store_plan(plan.to_json())
@@ -614,6 +642,7 @@ def _new_rows(
     groups: tuple[SourceGroup, ...] | None,
     deleted: Sequence[int],
     model: IndexLocation | None,
+    **changes: Any,
 ) -> Edit:
     """Return the edit that adds rows to an index and deletes rows.
 
@@ -623,11 +652,13 @@ def _new_rows(
         deleted: ids of the rows to delete.
         model: directory of the bundle that the index names after the change; None keeps
             the name.
+        changes: further attributes of the edit.
     """
     manifest = change.index.manifest
     details: Json = {}
     if plan is not None:
         details = {"first_row": plan.first_row, "rows": plan.rows}
+        changes = {"columns": plan.columns, **changes}
     if len(deleted):
         details["deleted"] = len(deleted)
     settings = None
@@ -641,7 +672,7 @@ def _new_rows(
         details,
         work,
         deleted,
-        columns=None if plan is None else plan.columns,
         settings=settings,
         model=named,
+        **changes,
     )
