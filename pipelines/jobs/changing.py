@@ -52,7 +52,6 @@ from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.journal import unfinished_journal
 from storage_formats.format.layout import EMBEDDING_FILE, IndexSpec, Layout
 from storage_formats.format.manifest import (
-    Ann,
     CommittedIndex,
     Counts,
     Manifest,
@@ -239,6 +238,7 @@ class Edit:
             return before
         layout = change.layout
         index = change.index
+        deleted = index.deleted.with_rows(list(self.deleted))
         ann = before.ann
         if changes_segments:
             ann = before.ann_after_append()
@@ -248,15 +248,50 @@ class Edit:
             from edje_index.indexing.faiss_build import ann_without_rows
 
             on_event(StatusMessage("changing the nearest-neighbour index"))
-            gone = index.deleted.with_rows(list(self.deleted))
-            ann = ann_without_rows(layout, index, gone.row_ids.tolist())
+            ann = ann_without_rows(layout, index, deleted.row_ids.tolist())
         elif self.ann is not None:
             from pipelines.jobs.ann import new_ann
 
             numbers = list(index.spec.shard_numbers())
             index.fetch(CommittedFiles(index, EMBEDDING_FILE).files(numbers).values())
             ann = new_ann(layout, index.spec, self.ann, on_event)
-        manifest = edited(layout, index, self, receipts, ann)
+        spec = self.spec
+        added = [each for each in receipts if each.shard >= before.spec.shards]
+        counts = add_counts(before.counts, self.counts)
+        columns = before.columns if self.columns is None else self.columns
+        snapshot = before.snapshot
+        # The name of each file that is written here contains a hash of its content, so
+        # no file of an earlier snapshot is overwritten.
+        if len(self.deleted):
+            snapshot = with_tombstones(layout, spec, snapshot, deleted)
+        removed = before.removed
+        if self.removed is not None:
+            removed = write_removed(layout, self.removed)
+        origins = {**before.encoded_from, **self.encoded_from}
+        settings = before.settings if self.settings is None else self.settings
+        manifest = replace(
+            before,
+            spec=spec,
+            counts=add_counts(counts, total_counts(added)),
+            settings={**settings, **processors(settings, receipts)},
+            model=before.model if self.model is None else self.model,
+            ann=ann,
+            encoded_from={
+                name: origins[name] for name in spec.precisions if name in origins
+            },
+            snapshot=snapshot,
+            columns=columns,
+            removed=removed,
+            **write_tables(
+                layout,
+                spec,
+                receipts,
+                columns,
+                index,
+                self.work.target if self.work else None,
+                self.values,
+            ),
+        )
         if adds_snapshot:
             manifest = change.new_snapshot(manifest, self.details, is_only=self.erases)
         change.commit(manifest)
@@ -449,62 +484,6 @@ def processors(
     names = {receipt.encoded_on for receipt in receipts if receipt.encoded_on}
     names.update(settings.get(PROCESSORS_MEMBER, ()))
     return {PROCESSORS_MEMBER: sorted(names)} if names else {}
-
-
-def edited(
-    layout: Place,
-    index: CommittedIndex,
-    edit: Edit,
-    receipts: Sequence[ShardReceipt],
-    ann: Ann,
-) -> Manifest:
-    """Return the manifest of `index` after `edit`, without writing it.
-
-    The other files that the new manifest names are written: tombstones, shard tables,
-    rows files and removed inputs. The name of each of these files contains a hash of
-    its content, so no file of an earlier snapshot is overwritten.
-
-    Args:
-        receipts: receipts of the shards that the change wrote.
-        ann: description of the nearest-neighbour index after the change.
-    """
-    before = index.manifest
-    spec = edit.spec
-    added = [each for each in receipts if each.shard >= before.spec.shards]
-    counts = add_counts(before.counts, edit.counts)
-    columns = before.columns if edit.columns is None else edit.columns
-    snapshot = before.snapshot
-    deleted = index.deleted.with_rows(list(edit.deleted))
-    if len(edit.deleted):
-        snapshot = with_tombstones(layout, spec, snapshot, deleted)
-    removed = before.removed
-    if edit.removed is not None:
-        removed = write_removed(layout, edit.removed)
-    origins = {**before.encoded_from, **edit.encoded_from}
-    settings = before.settings if edit.settings is None else edit.settings
-    return replace(
-        before,
-        spec=spec,
-        counts=add_counts(counts, total_counts(added)),
-        settings={**settings, **processors(settings, receipts)},
-        model=before.model if edit.model is None else edit.model,
-        ann=ann,
-        encoded_from={
-            name: origins[name] for name in spec.precisions if name in origins
-        },
-        snapshot=snapshot,
-        columns=columns,
-        removed=removed,
-        **write_tables(
-            layout,
-            spec,
-            receipts,
-            columns,
-            index,
-            edit.work.target if edit.work else None,
-            edit.values,
-        ),
-    )
 
 
 def _counted(
