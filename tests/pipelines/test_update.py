@@ -451,8 +451,8 @@ def test_the_command(built, photos, run):
     before = files(built)
     words = " ".join(run.ok("update", built, "--dry-run").split())
     assert files(built) == before
-    assert "inputs 9 indexed 3 failed 1" in words
-    assert "unchanged 5 new 2 changed 1 vanished 2" in words
+    assert "3 indexed + 0 duplicates + 1 failed + 5 unchanged" in words
+    assert "new 2 changed 1 vanished 2" in words
     code, output, errors = run("update", built, "--engine", "inline", "--json")
     assert code == 0
     assert json.loads(output)["snapshot"] == 1
@@ -725,7 +725,7 @@ def test_what_was_deleted_stays_deleted_until_it_changes(
     (photos / "01.jpg").rename(photos / "71.jpg")
     check(update(built), stay_deleted=1, new=2)
     _, out, _ = run("update", built, "--engine", "inline")
-    assert "stay deleted 1" in " ".join(out.split())
+    assert "+ 1 stay deleted" in " ".join(out.split())
     _, out, _ = run("update", built, "--engine", "inline", "--restore")
     assert "new 1" in " ".join(out.split())
     assert {"00.jpg", "71.jpg", "02.jpg"} <= row_ids(built).keys()
