@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +76,10 @@ _MAX_SHARD_SIZE = 16384
 # threads; more workers use the CPUs better.
 _MAX_THREADS = 4
 
+# Settings that depend on the hardware, so a resumed build keeps them, and the size of
+# the shards
+_FROM_STORED = ("device", "dtype", "batch_size", "threads", "shard_size")
+
 
 @dataclass(frozen=True)
 class BuildSettings:
@@ -105,17 +109,8 @@ class BuildSettings:
         cls,
         stored: BuildSettings | None,
         *,
-        sources: Sequence[str],
-        precisions: Sequence[str],
-        max_pixels: int | None,
-        batch_size: int | None,
-        threads: int | None,
-        device: str,
-        dtype: str | None,
-        frames: int | None,
-        shard_size: int | None,
         cluster: str | None = None,
-        **others: Any,
+        **values: Any,
     ) -> BuildSettings:
         """Return the settings of a request. None and "auto" are replaced by the values
         that they stand for.
@@ -126,8 +121,7 @@ class BuildSettings:
                 hardware.
             cluster: address of a Ray cluster. If it is given, device "auto" is "cuda"
                 if a node of the cluster has a GPU.
-            others: further settings. `pipelines.build_index` describes them and the
-                other arguments.
+            values: the requested settings, see `pipelines.build_index`.
 
         Raises:
             UsageError: a precision does not exist, or a number is out of range.
@@ -135,42 +129,36 @@ class BuildSettings:
         from edje_index.images.decode import DEFAULT_MAX_PIXELS
         from pipelines.sources.base import absolute_spec
 
-        precisions = [codec(name).name for name in precisions]
-        batch_size = optional_count(batch_size, "batch_size")
-        threads = optional_count(threads, "threads")
-        shard_size = optional_count(shard_size, "shard_size")
-        max_pixels = optional_count(max_pixels, "max_pixels")
-        frames = optional_count(frames, "frames", MAX_FRAMES)
-        if stored is not None:
-            device = stored.device if device == "auto" else device
-            dtype = stored.dtype if dtype in (None, "auto") else dtype
-            batch_size = batch_size or stored.batch_size
-            threads = threads or stored.threads
-            shard_size = shard_size or stored.shard_size
-        if device == "auto":
+        names = [codec(name).name for name in values["precisions"]]
+        values["precisions"] = tuple(dict.fromkeys(names))
+        values["sources"] = tuple(map(absolute_spec, values["sources"]))
+        values["frames"] = optional_count(values["frames"], "frames", MAX_FRAMES)
+        for name in ("batch_size", "threads", "shard_size", "max_pixels"):
+            values[name] = optional_count(values[name], name)
+        for name in _FROM_STORED if stored is not None else ():
+            if values[name] in (None, "auto"):
+                values[name] = getattr(stored, name)
+        if values["device"] == "auto":
             from pipelines.engines.ray_engine import best_device
 
-            device = best_device(cluster)
-        if dtype is None or dtype == "auto":
-            # Only "auto" looks at the instructions of the CPU. None depends on the
-            # device alone, so that the stored bytes do not depend on the model of the
-            # CPU.
-            is_fast = device != "cpu" or (dtype == "auto" and has_bfloat16())
-            dtype = "bfloat16" if is_fast else "float32"
-        return cls(
-            sources=tuple(map(absolute_spec, sources)),
-            precisions=tuple(dict.fromkeys(precisions)),
-            max_pixels=max_pixels or DEFAULT_MAX_PIXELS,
-            batch_size=batch_size or (_CPU_BATCH if device == "cpu" else _CUDA_BATCH),
-            threads=threads or min(usable_cpus(), _MAX_THREADS),
-            device=device,
-            dtype=dtype,
-            frames=frames,
+            values["device"] = best_device(cluster)
+        is_cpu = values["device"] == "cpu"
+        # Only "auto" looks at the instructions of the CPU. None depends on the device
+        # alone, so that the stored bytes do not depend on the model of the CPU.
+        is_fast = not is_cpu or (values["dtype"] == "auto" and has_bfloat16())
+        defaults = {
+            "max_pixels": DEFAULT_MAX_PIXELS,
+            "batch_size": _CPU_BATCH if is_cpu else _CUDA_BATCH,
+            "threads": min(usable_cpus(), _MAX_THREADS),
+            "dtype": "bfloat16" if is_fast else "float32",
             # This is the size for a small collection. Once the number of rows is known,
             # a build replaces it by `default_shard_size`.
-            shard_size=shard_size or SHARD_SIZE,
-            **others,
-        )
+            "shard_size": SHARD_SIZE,
+        }
+        for name, default in defaults.items():
+            if values[name] in (None, "auto"):
+                values[name] = default
+        return cls(**values)
 
     @property
     def is_cuda(self) -> bool:
