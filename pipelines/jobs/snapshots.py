@@ -501,8 +501,7 @@ def edited_values(
                 before = row.get(name)
                 column = columns_by_name.get(name)
                 if from_sources and name in of_sources:
-                    if value is not None and column is not None and column.fits(value):
-                        value = as_type(value, column.type)
+                    value = typed(value, column)
                     of_sources[name] = value and parsed(value)
                     continue
                 if not from_sources and name not in unset:
@@ -532,6 +531,15 @@ def value_line(row_id: int, column: str, value: Value | None) -> Json:
     # `{"":` and `}` are cut off the text.
     text = None if value is None else metadata_text({"": value})[4:-1]
     return {"row_id": row_id, "column": column, "value": text}
+
+
+def typed(value: Value | None, column: SourceColumn | None) -> Value | None:
+    """Return `value` converted to the type of its column. If there is no value or no
+    column, or if the value does not fit the type, return `value`.
+    """
+    if value is None or column is None or not column.fits(value):
+        return value
+    return as_type(value, column.type)
 
 
 def is_value(

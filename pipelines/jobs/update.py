@@ -63,7 +63,7 @@ from pipelines.jobs.plan import (
     store_inputs,
     with_sources,
 )
-from pipelines.jobs.snapshots import NewValues, edited_values, value_line
+from pipelines.jobs.snapshots import NewValues, edited_values, typed, value_line
 from pipelines.metadata import Ignored, source_values
 from pipelines.progress.events import (
     OnEvent,
@@ -100,8 +100,6 @@ from storage_formats.format.rows import (
 )
 from storage_formats.format.source_columns import (
     SourceColumn,
-    Value,
-    as_type,
     metadata_text,
     source_values_text,
     values_of_sources,
@@ -956,7 +954,8 @@ def compare_sources(
         """Note the column values of `ref` if they differ from those of `row`."""
         nonlocal unread, first_unread
         given = stored_values.add(ref).metadata or {}
-        if row.metadata != _metadata_hash(_typed(given, columns)):
+        values = {name: typed(each, columns.get(name)) for name, each in given.items()}
+        if row.metadata != _metadata_hash(values):
             if any(ref.uri in source.unread for source in sources):
                 unread += 1
                 first_unread = first_unread or ref.uri
@@ -1174,14 +1173,12 @@ def _user_values(index: CommittedIndex, row_ids: Sequence[int]) -> NewValues:
     column.
     """
     columns = {column.name: column for column in index.manifest.columns}
-    read = ["row_id", SOURCE_VALUES]
-    rows = read_index_rows(index, row_ids, read)
-    edited = rows.filter(rows[SOURCE_VALUES].is_valid())["row_id"].to_pylist()
+    rows = read_index_rows(index, row_ids, ["row_id", SOURCE_VALUES, *columns])
     return {
         row["row_id"]: {
             name: row[name] for name in values_of_sources(row[SOURCE_VALUES], columns)
         }
-        for row in read_index_rows(index, edited, [*read, *columns]).to_pylist()
+        for row in rows.filter(rows[SOURCE_VALUES].is_valid()).to_pylist()
     }
 
 
@@ -1189,20 +1186,6 @@ def _metadata_hash(values: Mapping[str, Any]) -> bytes:
     """Return a hash of column values, 16 bytes. Null values are left out."""
     given = {name: value for name, value in values.items() if value is not None}
     return hashlib.blake2b(metadata_text(given).encode(), digest_size=16).digest()
-
-
-def _typed(
-    values: Mapping[str, Value], columns: Mapping[str, SourceColumn]
-) -> dict[str, Value]:
-    """Return the values that a source gave, each converted to the type of its column.
-    Values that do not fit the type are returned unchanged.
-    """
-    return {
-        name: as_type(value, columns[name].type)
-        if name in columns and columns[name].fits(value)
-        else value
-        for name, value in values.items()
-    }
 
 
 def _given_values(
