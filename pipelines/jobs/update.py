@@ -1176,7 +1176,9 @@ def _user_values(index: CommittedIndex, row_ids: Sequence[int]) -> NewValues:
     rows = read_index_rows(index, row_ids, ["row_id", SOURCE_VALUES, *columns])
     return {
         row["row_id"]: {
-            name: row[name] for name in values_of_sources(row[SOURCE_VALUES], columns)
+            # The index may lack a column in which a user has only removed values.
+            name: row.get(name)
+            for name in values_of_sources(row[SOURCE_VALUES], columns)
         }
         for row in rows.filter(rows[SOURCE_VALUES].is_valid()).to_pylist()
     }

@@ -512,7 +512,11 @@ def test_values_that_users_set_survive_a_retry(photos, config):
     root = build(config(sources=[str(path)]))
     ids = row_ids(root)
     failed = [ids["07.jpg"], ids["08.jpg"]]
-    set_columns(root, failed, {"caption": ["mine", None], "title": ["x", "y"]})
+    set_columns(
+        root,
+        failed,
+        {"caption": ["mine", None], "title": ["x", "y"], "unknown": [None]},
+    )
     for seed, name in ((77, "07.jpg"), (88, "08.jpg")):
         write_photo(photos / name, seed)
         # the other one fails again at first
