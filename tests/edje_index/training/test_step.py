@@ -301,9 +301,9 @@ def test_a_step_sees_as_much_of_an_image_as_is_asked_for(case, bundle):
     objective = JointObjective(
         bundle.adapter, bundle.joint, case.config().objective, 3
     ).eval()
-    losses = [objective.backward(batch)["loss"].item() for _ in range(2)]
-    # other tokens in each step
-    assert losses[0] != losses[1]
+    losses = [objective.backward(batch)["loss"].item() for _ in range(8)]
+    # Random tokens in each step. There are four choices of three tokens.
+    assert len(set(losses)) > 1
     assert np.isfinite(losses).all()
 
 
