@@ -130,32 +130,28 @@ class JointTokenizer:
         return self.inputs_of_ids(self.caption_ids(captions), image_tokens)
 
     def inputs_of_ids(
-        self, texts: Sequence[Sequence[int]], image_tokens: int
+        self, texts: Sequence[Sequence[int]], image_tokens: int | None
     ) -> JointInputs:
         """Return one input row per caption, like `inputs`. ``texts`` contains the token
-        ids of each caption.
+        ids of each caption. If ``image_tokens`` is None, a row is ``[CLS] caption
+        [SEP]``, without a second separator.
         """
         pad, start, separator = map(
             self.special_id, ("pad_token", "cls_token", "sep_token")
         )
         lengths = np.array([[len(text)] for text in texts])
-        ids = np.full(
-            (len(texts), int(lengths.max()) + NUM_SPECIAL_TOKENS + image_tokens),
-            pad,
-            dtype=np.int64,
-        )
         # `end` is the position of the last [SEP] of each row.
+        end = lengths + 1 if image_tokens is None else lengths + 2 + image_tokens
+        ids = np.full((len(texts), int(end.max()) + 1), pad, dtype=np.int64)
         position = np.arange(ids.shape[1])
-        end = lengths + 2 + image_tokens
-        is_image = (position >= lengths + 2) & (position < end)
+        mask = position <= end
+        types = mask & (position >= lengths + 2)
         ids[:, 0] = start
         ids[(position >= 1) & (position <= lengths)] = list(
             itertools.chain.from_iterable(texts)
         )
-        ids[is_image] = self.image_token_id
+        ids[types] = self.image_token_id
         ids[(position == lengths + 1) | (position == end)] = separator
-        types = is_image | (position == end)
-        mask = position <= end
         return JointInputs(
             *(
                 torch.from_numpy(array.astype(np.int64, copy=False))

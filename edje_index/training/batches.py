@@ -91,21 +91,6 @@ def hard_negatives(
     return chosen
 
 
-def text_rows(captions: Sequence[TokenIds], tokenizer: JointTokenizer) -> JointInputs:
-    """Return the input rows ``[CLS] caption [SEP]``, one per caption, without image
-    tokens.
-    """
-    # `inputs_of_ids` ends each row with a second [SEP], the only token of type 1. Here,
-    # padding replaces this second [SEP]. Then the last column contains only padding,
-    # and is removed.
-    rows = tokenizer.inputs_of_ids(captions, 0)
-    is_text = (rows.attention_mask - rows.token_type_ids)[:, :-1]
-    ids = torch.where(
-        is_text == 1, rows.input_ids[:, :-1], tokenizer.special_id("pad_token")
-    )
-    return JointInputs(ids, torch.zeros_like(ids), is_text)
-
-
 def mask_captions(
     captions: Sequence[TokenIds],
     probability: float,
@@ -220,7 +205,8 @@ class InputRows:
         ]
         if plain:
             parts.append(len(texts) + np.arange(len(plain)))
-            rows_of_buckets.append((text_rows(plain, tokenizer), torch.empty(0).long()))
+            inputs = tokenizer.inputs_of_ids(plain, None)
+            rows_of_buckets.append((inputs, torch.empty(0).long()))
         starts = np.empty(len(texts) + len(plain), dtype=np.int64)
         end = 0
         for part, (inputs, _) in zip(parts, rows_of_buckets, strict=True):

@@ -12,7 +12,6 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.training.batches import (
     mask_captions,
     masked_targets,
-    text_rows,
 )
 from storage_formats.token_store import TokenStore
 
@@ -22,7 +21,7 @@ def tokenizer(tiny_bundle):
     return ModelBundle.load(tiny_bundle).joint.tokenizer
 
 
-def test_text_rows_are_cls_caption_sep_and_masks_leave_special_tokens_out(
+def test_rows_without_images_are_cls_caption_sep_and_masks_leave_special_tokens_out(
     tokenizer,
 ):
     rng = np.random.default_rng(0)
@@ -33,8 +32,8 @@ def test_text_rows_are_cls_caption_sep_and_masks_leave_special_tokens_out(
     for text in texts[:100]:
         text[0] = unknown
     masked = mask_captions(texts, 0.5, tokenizer, rng)
-    rows = text_rows(masked, tokenizer)
-    plain = text_rows(texts, tokenizer)
+    rows = tokenizer.inputs_of_ids(masked, None)
+    plain = tokenizer.inputs_of_ids(texts, None)
     for ids, mask, caption in zip(
         plain.input_ids, plain.attention_mask, texts, strict=True
     ):

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.training import dataset
-from edje_index.training.batches import text_rows
 from edje_index.training.dataset import (
     TrainingData,
     open_same_images,
@@ -120,7 +119,8 @@ def test_captions_are_cleaned_and_cut_as_published(case, tmp_path):
     expected = published(cleaned, padding=True, truncation=True, max_length=64)[
         "input_ids"
     ]
-    recovery = text_rows([data.caption(0), data.caption(1)], bundle.joint.tokenizer)
+    token_ids = [data.caption(0), data.caption(1)]
+    recovery = bundle.joint.tokenizer.inputs_of_ids(token_ids, None)
     assert recovery.input_ids.tolist() == expected
     assert len(expected[1]) == 64
     assert (
