@@ -26,8 +26,7 @@ from edje_index.models.joint_inputs import MAX_TEXT_TOKENS, load_joint_tokenizer
 from edje_index.models.weights import (
     assign_weights,
     check_finite,
-    read_checkpoint,
-    read_weights,
+    read_weights_files,
 )
 from edje_index.training.config import ArchitectureConfig
 
@@ -83,7 +82,12 @@ def make_start(
         if initial is not None:
             joint = initial.joint
         elif language is not None:
-            joint = _language(language, tower.embed_dim)
+            is_bundle = (language / INFO_FILE).exists()
+            joint = (
+                ModelBundle.load(language).joint
+                if is_bundle
+                else load_language_model(language, tower.embed_dim)
+            )
         joint.tokenizer.canonical = architecture.canonical_captions
         if (count := architecture.language_layers) is not None:
             layers = joint.language_model.bert.encoder.layer
@@ -137,12 +141,6 @@ def make_start(
     )
 
 
-def _language(source: Path, embed_dim: int) -> JointEncoder:
-    if (source / INFO_FILE).exists():
-        return ModelBundle.load(source).joint
-    return load_language_model(source, embed_dim)
-
-
 @torch.no_grad()
 def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
     """Return a joint encoder with the weights of the BERT model in `folder`, in
@@ -165,24 +163,19 @@ def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
             f"there are no weights in {folder}, neither {' nor '.join(_WEIGHTS)}; give"
             " the directory of a BERT model"
         )
-    vocabulary = max(int(config.vocab_size), len(tokenizer))
-    joint = JointEncoder(
-        bert_config(folder / "config.json", vocab_size=vocabulary), tokenizer, embed_dim
-    )
+    vocabulary = config.vocab_size
+    config.vocab_size = max(vocabulary, len(tokenizer))
+    joint = JointEncoder(config, tokenizer, embed_dim)
     target = joint.language_model.state_dict()
     # If the file has no language-model head, the head keeps its random weights.
     state = {name: tensor for name, tensor in target.items() if name.startswith("cls.")}
-    for short, tensor in (
-        read_weights(path) if path.suffix == ".safetensors" else read_checkpoint(path)
-    ).items():
+    for short, tensor in read_weights_files([path])[0].items():
         name = short if short.startswith(("bert.", "cls.")) else f"bert.{short}"
         if name.endswith(_UNUSED) or (name.startswith("cls.") and name not in target):
             continue
         # The file has no values for new token ids, such as that of <image>. The values
         # for these token ids stay random.
-        has_words = (
-            name in (_WORD_EMBEDDINGS, _HEAD_BIAS) and len(tensor) == config.vocab_size
-        )
+        has_words = name in (_WORD_EMBEDDINGS, _HEAD_BIAS) and len(tensor) == vocabulary
         state[name] = (
             torch.cat([tensor.float(), target[name][len(tensor) :]])
             if has_words
