@@ -135,15 +135,11 @@ def masked_targets(
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return `value`, a batch or a part of a batch, with all tensors on `device`. If
-    `device` is a CPU, nothing is copied.
+    """Return `value`, a batch or a part of a batch, with all tensors on the CUDA device
+    `device`.
     """
     if isinstance(value, Tensor):
-        return (
-            value.pin_memory().to(device, non_blocking=True)
-            if device.type == "cuda"
-            else value
-        )
+        return value.pin_memory().to(device, non_blocking=True)
     if is_dataclass(value) and not isinstance(value, type):
         return replace(
             value,

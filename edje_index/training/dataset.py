@@ -126,10 +126,8 @@ def read_captioned_rows(
     contents.update(
         f"{manifest.model['fingerprint']} {finest(manifest.spec.precisions)}".encode()
     )
-    rows: list[int] = []
-    photos: list[int] = []
-    counts: list[int] = []
-    hashes: list[str] = []
+    # row id, photo, number of captions and content hash of each image
+    images: list[tuple[int, int, int, str]] = []
     left_out = Counter[str]()
     row_of_id: dict[Any, int] = {}
     for table in iter_rows(index, columns):
@@ -141,21 +139,21 @@ def read_captioned_rows(
                 without = "no-caption" if row["status"] == INDEXED else row["status"]
                 left_out[row["reason"] or without] += 1
                 continue
-            rows.append(row["row_id"])
+            row_id = row["row_id"]
+            content = row["content_hash"]
             image_id = row.get(IMAGE_ID)
-            photo = row["row_id"]
+            photo = row_id
             if image_id is not None:
-                photo = row_of_id.setdefault(image_id, photo)
-            photos.append(photo)
-            counts.append(len(captions))
-            hashes.append(row["content_hash"])
-            contents.update(json.dumps([row["content_hash"], captions]).encode())
-    if not rows:
+                photo = row_of_id.setdefault(image_id, row_id)
+            images.append((row_id, photo, len(captions), content))
+            contents.update(json.dumps([content, captions]).encode())
+    if not images:
         of_split = "" if split is None else f" of the split '{split}'"
         raise UsageError(
             f"{index.location} has no images with captions{of_split}; build it from"
             " sources with captions"
         )
+    rows, photos, counts, hashes = zip(*images, strict=True)
     items = CaptionedRows(
         index,
         path,
@@ -164,7 +162,7 @@ def read_captioned_rows(
         np.concatenate([[0], np.cumsum(counts)]),
         contents.hexdigest(),
     )
-    return items, hashes, dict(sorted(left_out.items()))
+    return items, [*hashes], dict(sorted(left_out.items()))
 
 
 def open_same_images(
