@@ -318,10 +318,7 @@ def evaluate(
         read_embeddings(opened, eval_set.rows),
         bundle.text.encode(eval_set.captions, on_progress=on_progress),
     )
-    nearest = {
-        direction: eval_set.pools(direction, *embeddings, max((*pools, 1)))
-        for direction in DIRECTIONS
-    }
+    nearest = eval_set.pools(*embeddings, max((*pools, 1)))
     used_parts = {part for each in weights.values() for part in each.parts}
     joint_parts = [part for part in JOINT_PARTS if part in used_parts]
     finals: dict[str, dict[str, Floats]] = {}
@@ -329,22 +326,21 @@ def evaluate(
         parts = score_pairs(
             bundle.scorer,
             joint_parts,
-            eval_set.captions,
-            [eval_set.pairs(direction, pool) for direction, pool in nearest.items()],
+            eval_set,
+            nearest,
             source.fetch,
             on_progress,
             f"pairs scored, {source.codec.name}",
         )
         finals[source.codec.name] = {
-            direction: weights[direction].sum({EMBEDDING: pool.similarities, **values})
-            for (direction, pool), values in zip(nearest.items(), parts, strict=True)
+            direction: weights[direction].sum(values)
+            for direction, values in parts.items()
         }
     # The other precisions are compared with bf16, or else with the most accurate one.
     reference = _REFERENCE if _REFERENCE in finals else next(iter(finals), "")
     results = []
     for direction, pool in nearest.items():
-        images_of_queries = eval_set.images_of_queries(direction)
-        bootstrap = ClusterBootstrap(images_of_queries, resamples, seed)
+        bootstrap = ClusterBootstrap(pool.query_labels, resamples, seed)
         results.append(Result(direction, _recall(bootstrap, cutoffs, pool.ranks)))
         for size in pools:
             in_pool = bootstrap.estimates(_PERCENT * (pool.ranks < size)[:, None])[0]

@@ -10,7 +10,7 @@ final score for the pool of each query.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +21,7 @@ from edje_index.captions.reading import CaptionedImage
 from edje_index.evaluation.recall import Pools, embedding_pools
 from edje_index.progress import OnProgress
 from edje_index.scoring.parts import Scorer
-from edje_index.scoring.weights import TEXT_TO_IMAGE
+from edje_index.scoring.weights import EMBEDDING, IMAGE_TO_TEXT, TEXT_TO_IMAGE
 from storage_formats.arrays import Floats, Ints
 from storage_formats.codecs import Blocks, Codec, codec, finest
 from storage_formats.errors import UsageError
@@ -59,30 +59,31 @@ class EvaluationSet:
     query_captions: Ints
     query_rows: Ints
 
-    def images_of_queries(self, direction: str) -> Ints:
-        """Return the row id of the image of each query in one direction, int64 [q]. A
-        caption query has the image that it describes. An image query is the image
-        itself.
-        """
-        if direction == TEXT_TO_IMAGE:
-            return self.caption_rows[self.query_captions]
-        return self.query_rows
-
-    def pools(
-        self, direction: str, images: Floats, captions: Floats, size: int
-    ) -> Pools:
-        """Return the `size` candidates nearest to each query in one direction.
+    def pools(self, images: Floats, captions: Floats, size: int) -> dict[str, Pools]:
+        """Return the `size` candidates nearest to each query, by direction. The label
+        of a query is the row id of its image: the image that a caption describes, or
+        the image itself.
 
         Args:
             images: embeddings of the images `rows`, float32 [r, e].
             captions: embeddings of the captions, float32 [c, e].
         """
-        relevant = self.images_of_queries(direction)
-        if direction == TEXT_TO_IMAGE:
-            queries = captions[self.query_captions]
-            return embedding_pools(queries, images, relevant, self.rows, size)
-        queries = images[np.searchsorted(self.rows, relevant)]
-        return embedding_pools(queries, captions, relevant, self.caption_rows, size)
+        return {
+            TEXT_TO_IMAGE: embedding_pools(
+                captions[self.query_captions],
+                images,
+                self.caption_rows[self.query_captions],
+                self.rows,
+                size,
+            ),
+            IMAGE_TO_TEXT: embedding_pools(
+                images[np.searchsorted(self.rows, self.query_rows)],
+                captions,
+                self.query_rows,
+                self.caption_rows,
+                size,
+            ),
+        }
 
     def pairs(self, direction: str, pools: Pools) -> tuple[Ints, Ints]:
         """Return the pair that each candidate in `pools` forms with its query, as the
@@ -230,29 +231,37 @@ def token_sources(index: CommittedIndex, names: Sequence[str]) -> list[TokenSour
 def score_pairs(
     scorer: Scorer,
     parts: Sequence[str],
-    captions: Sequence[str],
-    pairs: Sequence[tuple[Ints, Ints]],
+    eval_set: EvaluationSet,
+    nearest: Mapping[str, Pools],
     fetch: Callable[[Ints], Blocks | Tensor],
     on_progress: OnProgress,
     activity: str,
-) -> list[dict[str, Floats]]:
-    """Compute parts of the final score for several arrays of pairs. A pair that occurs
-    several times is scored once.
+) -> dict[str, dict[str, Floats]]:
+    """Compute parts of the final score for the pools of both directions. A pair that
+    occurs several times is scored once.
 
     Args:
         parts: names in `JOINT_PARTS`.
-        pairs: for each array, the position in `captions` and the row id of each pair,
-            int64 of shapes that broadcast.
+        nearest: the pools of `eval_set` by direction.
         fetch: function that takes row ids [k], which may repeat, and returns their
             blocks [k, m, d].
 
     Returns:
-        For each array, the values of each part by name, float32 of the same shape.
+        For each direction, the values of `parts` and of the embedding similarity by
+        name, float32 [q, p].
     """
-    keys = [(positions << _KEY_SHIFT) | rows for positions, rows in pairs]
+    values = {
+        direction: {EMBEDDING: pools.similarities}
+        for direction, pools in nearest.items()
+    }
     if not parts:
-        return [{} for _ in keys]
-    distinct = np.unique(np.concatenate([each.ravel() for each in keys]))
+        return values
+    keys = {}
+    for direction, pools in nearest.items():
+        positions, rows = eval_set.pairs(direction, pools)
+        keys[direction] = (positions << _KEY_SHIFT) | rows
+    distinct = np.unique(np.concatenate([each.ravel() for each in keys.values()]))
+    captions = eval_set.captions
     lengths = np.array(list(map(len, scorer.joint.tokenizer.caption_ids(captions))))
     # Pairs are sorted by the length of the caption, so that captions of similar length
     # share batches. The longest captions need the most memory and time. They come
@@ -265,11 +274,11 @@ def score_pairs(
         chunk = order[start : start + CHUNK_PAIRS]
         texts = [captions[position] for position in distinct[chunk] >> _KEY_SHIFT]
         blocks = fetch(distinct[chunk] & ((1 << _KEY_SHIFT) - 1))
-        for part, values in scorer.parts(parts, texts, scorer.images(blocks)).items():
-            scores[part][chunk] = values
+        computed = scorer.parts(parts, texts, scorer.images(blocks))
+        for part, of_chunk in computed.items():
+            scores[part][chunk] = of_chunk
     on_progress(activity, len(order), len(order))
-    positions_of_keys = [np.searchsorted(distinct, each) for each in keys]
-    return [
-        {part: values[positions] for part, values in scores.items()}
-        for positions in positions_of_keys
-    ]
+    for direction, each in keys.items():
+        positions = np.searchsorted(distinct, each)
+        values[direction] |= {part: scores[part][positions] for part in parts}
+    return values

@@ -33,6 +33,8 @@ class Pools:
     """The p nearest candidates of each of q queries, nearest first.
 
     Attributes:
+        query_labels: label of each query, int64 [q]. A candidate with the same label is
+            relevant.
         candidates: position of each pool entry among all candidates, int64 [q, p].
         similarities: cosine similarity of each pool entry to the query, float32 [q, p].
         relevant: which pool entries are relevant to the query, bool [q, p].
@@ -40,6 +42,7 @@ class Pools:
             candidates, counted from 0, int64 [q].
     """
 
+    query_labels: Ints
     candidates: Ints
     similarities: Floats
     relevant: Bools
@@ -69,7 +72,8 @@ def embedding_pools(
             for values in (similarities, relevant)
         )
         parts.append((kept, *taken, ranks_by_similarity(similarities, relevant)))
-    return Pools(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    joined = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return Pools(query_labels, *joined)
 
 
 def nearest(similarities: Floats, count: int) -> Ints:

@@ -22,8 +22,6 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.evaluation.pools import score_pairs, split_set
 from edje_index.progress import OnProgress
 from edje_index.scoring.weights import (
-    DIRECTIONS,
-    EMBEDDING,
     JOINT_PARTS,
     LOGIT,
     ScoreWeights,
@@ -108,17 +106,11 @@ def dev_pools(
     items = dev.items
     queries = split_set(items.captions(0, len(items.rows)), items.rows)
     queries = queries.subsampled(config.dev_captions, seed=0)
-    embeddings = (
-        read_embeddings(items.index, queries.rows),
-        dev.records["embedding"],
-    )
-    nearest = {
-        direction: queries.pools(direction, *embeddings, config.dev_pool)
-        for direction in DIRECTIONS
-    }
-    pairs = [queries.pairs(direction, pools) for direction, pools in nearest.items()]
+    images = read_embeddings(items.index, queries.rows)
+    nearest = queries.pools(images, dev.records["embedding"], config.dev_pool)
     # Most images are in several pools. The features of each image are read once.
-    image_rows = np.unique(np.concatenate([rows.ravel() for _, rows in pairs]))
+    rows_of_pools = [queries.pairs(*item)[1].ravel() for item in nearest.items()]
+    image_rows = np.unique(np.concatenate(rows_of_pools))
     adapter = trained_part(bundle.adapter)
     tokens = torch.cat(
         [*dev.features.iter_tokens(adapter, image_rows, bundle.joint.device)]
@@ -127,19 +119,19 @@ def dev_pools(
     parts = score_pairs(
         scorer,
         [name for name in names if name in scorer.part_names],
-        queries.captions,
-        pairs,
+        queries,
+        nearest,
         lambda rows: tokens[torch.from_numpy(np.searchsorted(image_rows, rows))],
         on_progress,
         "pairs of dev captions and images scored",
     )
     return {
         direction: DevPools(
-            parts={EMBEDDING: pools.similarities, **values},
+            parts=parts[direction],
             right=pools.relevant,
-            images=queries.images_of_queries(direction),
+            images=pools.query_labels,
         )
-        for (direction, pools), values in zip(nearest.items(), parts, strict=True)
+        for direction, pools in nearest.items()
     }
 
 
