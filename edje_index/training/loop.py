@@ -59,7 +59,7 @@ from edje_index.training.fit_weights import WeightChoice, choose_weights, dev_po
 from edje_index.training.pooled_similarity import fit_pooled_similarity
 from edje_index.training.start import init_queries, make_trainable, trained_part
 from edje_index.training.step import AlignmentObjective, JointObjective, Teacher
-from edje_index.training.workers import ALONE, WorkerGroup
+from edje_index.training.workers import WorkerGroup
 from storage_formats.arrays import Ints
 from storage_formats.codecs import BF16
 from storage_formats.errors import TaskInterrupted, UsageError
@@ -119,25 +119,6 @@ class TrainTask:
     continued: tuple[Path, str] | None = None
 
 
-def open_start(
-    task: TrainTask, group: WorkerGroup, device: torch.device
-) -> tuple[ModelBundle, BatchSource]:
-    """Return the bundle with the initial weights, and the source of the batches of this
-    worker, which trains on `device`.
-    """
-    start = ModelBundle.load(task.start, verify=False)
-    tokens = start.block_shape[0]
-    source = BatchSource(
-        data=TrainingData(task.items, task.mining),
-        tokenizer=start.joint.tokenizer,
-        image_tokens=min(task.config.loop.step_tokens or tokens, tokens),
-        config=task.config,
-        group=group,
-        on_gpu=device.type == "cuda",
-    )
-    return start, source
-
-
 def run_worker(
     task: TrainTask,
     group: WorkerGroup,
@@ -165,19 +146,31 @@ def run_worker(
     device = resolve_device(config.run.device)
     run = _Run(task, group, device, should_stop, on_record)
     run.prepare()
-    start, source = open_start(task, group, device)
+    start = ModelBundle.load(task.start, verify=False)
     inputs = config.inputs
     teacher = None
+    teacher_tokens = 0
+    stored = None
     if inputs.teacher is not None:
         bundle = ModelBundle.load(inputs.teacher, verify=False)
-        tokens = None
+        teacher_tokens = bundle.block_shape[0]
         if task.teacher_tokens is not None:
             index, rows = task.teacher_tokens
-            tokens = StoredFeatures(index), rows
+            stored = StoredFeatures(index), rows
         teacher = Teacher(
-            bundle.joint, None if tokens else trained_part(bundle.adapter), device
+            bundle.joint, None if stored else trained_part(bundle.adapter), device
         )
-        source = replace(source, teacher_tokens=bundle.block_shape[0], teacher=tokens)
+    tokens = start.block_shape[0]
+    source = BatchSource(
+        data=TrainingData(task.items, task.mining),
+        tokenizer=start.joint.tokenizer,
+        image_tokens=min(config.loop.step_tokens or tokens, tokens),
+        config=config,
+        group=group,
+        on_gpu=device.type == "cuda",
+        teacher_tokens=teacher_tokens,
+        teacher=stored,
+    )
     make_trainable(start, config.architecture, device)
     state = last_checkpoint(config.run.folder, task.run)
     # Wait until all workers have read the checkpoint, before worker 0 writes another.
@@ -628,7 +621,8 @@ def finish_model(
     # CPU is used.
     cuda = torch.cuda.is_available()
     device = resolve_device(task.config.run.device if cuda else "cpu")
-    bundle, source = open_start(task, ALONE, device)
+    bundle = ModelBundle.load(task.start, verify=False)
+    data = TrainingData(task.items)
     state = last_checkpoint(run_dir, task.run)
     if state is None or not any(name.startswith("joint.") for name in state.weights):
         raise ModelError(
@@ -647,16 +641,17 @@ def finish_model(
     bundle.adapter.to(device).eval()
     bundle.joint.to(device).eval()
     # The offset block is estimated from evenly spaced training images.
-    rows = task.items.rows[:: max(1, source.data.images // _OFFSET_IMAGES)]
+    rows = task.items.rows[:: max(1, data.images // _OFFSET_IMAGES)]
     blocks = (
         tokens.view(torch.int16).numpy().view(BF16)
-        for tokens in source.data.features.iter_tokens(adapter, rows, device)
+        for tokens in data.features.iter_tokens(adapter, rows, device)
     )
     bundle = replace(bundle, offset=estimate_offset(blocks))
     init = task.config.inputs.init
     if fitting.pooled_dim:
+        seed = task.config.loop.seed
         pooled = fit_pooled_similarity(
-            adapter, bundle.joint, source, fitting.pooled_dim, on_progress
+            adapter, bundle.joint, data, seed, fitting.pooled_dim, on_progress
         )
         bundle = replace(bundle, pooled=pooled.to(device).eval())
     elif init is not None and task.dev is not None:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from edje_index.models.joint_encoder import JointEncoder
 from edje_index.progress import OnProgress
 from edje_index.scoring.parts import PooledSimilarity, token_statistics, word_bags
-from edje_index.training.batches import POOLING, BatchSource, stream
+from edje_index.training.batches import POOLING, stream
+from edje_index.training.dataset import TrainingData
 
 # Largest number of images that the fit reads, which limits its memory. For 10,000
 # images with 5 captions each, the bags of words, with 4,000 words, take 3 GB.
@@ -44,12 +45,13 @@ _ACTIVITY = "fitting the pooled similarity, images"
 def fit_pooled_similarity(
     adapter: nn.Module,
     joint: JointEncoder,
-    source: BatchSource,
+    data: TrainingData,
+    seed: int,
     dim: int,
-    on_progress: OnProgress = lambda activity, done, total: None,
+    on_progress: OnProgress,
 ) -> PooledSimilarity:
-    """Fit the pooled similarity to at most 10,000 random images of `source`, with all
-    captions of each image.
+    """Fit the pooled similarity to at most 10,000 random images of `data`, with all
+    captions of each image. The images depend on `seed`.
 
     Args:
         adapter: the trained adapter, which maps features [b, n, d_v] to tokens [b, m,
@@ -60,10 +62,8 @@ def fit_pooled_similarity(
         on_progress: called with the name of the activity, the number of images that
             were read so far, and the number to read.
     """
-    data = source.data
-    chosen = np.sort(
-        stream(source.config.loop.seed, POOLING).permutation(data.images)[:FIT_IMAGES]
-    )
+    order = stream(seed, POOLING).permutation(data.images)
+    chosen = np.sort(order[:FIT_IMAGES])
     # For each image: mean and standard deviation of the patch features, and statistics
     # of the tokens.
     rows = data.items.rows[chosen]

@@ -91,7 +91,7 @@ def test_recalls_are_those_of_the_plain_computation(case, setting):
     adapter = trained_part(bundle.adapter)
     bundle = replace(
         bundle,
-        pooled=fit_pooled_similarity(adapter, bundle.joint, case.source(), 4),
+        pooled=fit_pooled_similarity(adapter, bundle.joint, dev, 0, 4, lambda *_: None),
         info=None,
     )
     config = FittingConfig(dev_captions=1000, dev_pool=6)

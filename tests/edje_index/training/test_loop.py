@@ -14,13 +14,13 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.models.weights import read_checkpoint
 from edje_index.training import loop
+from edje_index.training.batches import BatchSource
 from edje_index.training.checkpoints import last_checkpoint, read_log
 from edje_index.training.config import PRESETS, OptimizerConfig
 from edje_index.training.loop import (
     finish_model,
     learning_rate,
     make_optimizer,
-    open_start,
     run_worker,
     total_steps,
 )
@@ -210,7 +210,8 @@ def test_a_step_is_that_of_stock_adamw(case, tmp_path, clip_norm):
     }
     task = case.task(tmp_path, **settings, architecture__dropout=0.0)
     run_worker(task, WorkerGroup(), never)
-    start, source = open_start(task, WorkerGroup(), torch.device("cpu"))
+    start = ModelBundle.load(task.start)
+    source = BatchSource(case.data, start.joint.tokenizer, 4, task.config)
     make_trainable(start, task.config.architecture, torch.device("cpu"))
     module = JointObjective(start.adapter, start.joint, task.config.objective).train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.05)
@@ -326,7 +327,8 @@ def test_fine_tuning_goes_on_with_adam_and_the_epochs_as_published(
         WorkerGroup(),
         never,
     )
-    start, source = open_start(task, WorkerGroup(), torch.device("cpu"))
+    start = ModelBundle.load(task.start)
+    source = BatchSource(case.data, start.joint.tokenizer, 4, task.config)
     make_trainable(start, task.config.architecture, torch.device("cpu"))
     module = JointObjective(start.adapter, start.joint, first.config.objective).train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.0, weight_decay=0.05)

@@ -58,7 +58,8 @@ def test_it_tells_whose_caption_it_is(case):
     fitted = fit_pooled_similarity(
         trained_part(bundle.adapter),
         bundle.joint,
-        source,
+        source.data,
+        0,
         12,
         lambda *report: reports.append(report[1:]),
     )
