@@ -23,7 +23,7 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import matching_bundle, read_bundle_info
 from edje_index.errors import ModelError
 from edje_index.models.adapter import CompressionAdapter
-from edje_index.models.devices import resolve_device, resolve_dtype
+from edje_index.models.devices import resolve_device, resolve_dtype, to_bf16_array
 from edje_index.progress import OnProgress
 from edje_index.scoring.parts import content_token_mask
 from edje_index.scoring.weights import (
@@ -61,7 +61,6 @@ from edje_index.training.start import init_queries, make_trainable, trained_part
 from edje_index.training.step import AlignmentObjective, JointObjective, Teacher
 from edje_index.training.workers import WorkerGroup
 from storage_formats.arrays import Ints
-from storage_formats.codecs import BF16
 from storage_formats.errors import TaskInterrupted, UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.offset import estimate_offset
@@ -157,9 +156,7 @@ def run_worker(
         if task.teacher_tokens is not None:
             index, rows = task.teacher_tokens
             stored = StoredFeatures(index), rows
-        teacher = Teacher(
-            bundle.joint, None if stored else trained_part(bundle.adapter), device
-        )
+        teacher = Teacher(bundle.joint, trained_part(bundle.adapter), device)
     tokens = start.block_shape[0]
     source = BatchSource(
         data=TrainingData(task.items, task.mining),
@@ -630,23 +627,16 @@ def finish_model(
             " training run"
         )
     adapter = trained_part(bundle.adapter)
-    for prefix, module in (("adapter.", adapter), ("joint.", bundle.joint)):
-        named = {
-            name.removeprefix(prefix): part
-            for name, part in state.weights.items()
-            if name.startswith(prefix)
-        }
-        module.load_state_dict(named)
+    # The names are those of `JointObjective`.
+    trained = nn.ModuleDict({"adapter": adapter, "joint": bundle.joint})
+    trained.load_state_dict(state.weights)
     bundle = replace(bundle, trained=True, info=None)
     bundle.adapter.to(device).eval()
     bundle.joint.to(device).eval()
     # The offset block is estimated from evenly spaced training images.
     rows = task.items.rows[:: max(1, data.images // _OFFSET_IMAGES)]
-    blocks = (
-        tokens.view(torch.int16).numpy().view(BF16)
-        for tokens in data.features.iter_tokens(adapter, rows, device)
-    )
-    bundle = replace(bundle, offset=estimate_offset(blocks))
+    tokens = data.features.iter_tokens(adapter, rows, device)
+    bundle = replace(bundle, offset=estimate_offset(map(to_bf16_array, tokens)))
     init = task.config.inputs.init
     if fitting.pooled_dim:
         seed = task.config.loop.seed

@@ -148,22 +148,22 @@ class Teacher:
 
     Args:
         joint: the joint encoder of the teacher. It is frozen.
-        adapter: maps features to the teacher's tokens; None if batches contain the
-            teacher's tokens.
+        adapter: maps features to the teacher's tokens. It is not used if batches
+            contain the teacher's tokens.
     """
 
     def __init__(
-        self, joint: JointEncoder, adapter: nn.Module | None, device: torch.device
+        self, joint: JointEncoder, adapter: nn.Module, device: torch.device
     ) -> None:
         self.joint = joint.requires_grad_(False).to(device)
-        self.adapter = None if adapter is None else adapter.to(device)
+        self.adapter = adapter.to(device)
 
     @torch.no_grad()
     def tokens(self, batch: JointBatch) -> Tensor:
         """Return the teacher's tokens of the images of `batch`, float [b, m, d]."""
         if batch.teacher_tokens is not None:
             return batch.teacher_tokens.float()
-        tokens: Tensor = self.adapter(batch.patches.float())  # type: ignore[misc]
+        tokens: Tensor = self.adapter(batch.patches.float())
         return tokens
 
     @torch.no_grad()

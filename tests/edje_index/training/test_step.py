@@ -197,7 +197,7 @@ def test_losses_and_gradients_are_those_of_the_pairs_scored_one_by_one(
     batch = replace(batch, patches=patches)
     if has_tokens:
         batch = replace(batch, teacher_tokens=teacher_tokens)
-    teacher = Teacher(teacher_joint, None if has_tokens else local, torch.device("cpu"))
+    teacher = Teacher(teacher_joint, local, torch.device("cpu"))
     config = case.config(objective__mlm_weight=0.5).objective
     objective = JointObjective(bundle.adapter, joint, config, None, teacher).eval()
     tokens = adapter(patches)
