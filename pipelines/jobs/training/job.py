@@ -26,6 +26,7 @@ from edje_index.training.dataset import (
     read_captioned_rows,
 )
 from edje_index.training.loop import (
+    JOINT,
     TrainTask,
     finish_model,
     run_worker,
@@ -331,7 +332,8 @@ def _run_steps(task: TrainTask, on_event: OnEvent, should_stop: ShouldStop) -> N
         is_important = "lr" not in record or record["step"] == record["steps"]
         if is_important or time.monotonic() - last >= _REPORT_SECONDS:
             last = time.monotonic()
-            on_event(StatusMessage(describe_record(record)))
+            scoring = _scoring_steps(task, record["step"])
+            on_event(StatusMessage(describe_record(record, scoring)))
 
     try:
         run = task.config.run
@@ -418,9 +420,34 @@ def _write_bundle(
     return result(replace(bundle, notes=notes).save(run.out, record))
 
 
-def describe_record(record: Json) -> str:
-    """Return a record of the training log as one line of text. The remaining time is
-    that of the steps of the phase.
+def _scoring_steps(task: TrainTask, done: int) -> float:
+    """Return the number of training steps that take about as long as scoring the dev
+    captions, which happens after `done` steps: in evaluations, and at the end.
+
+    A step computes the gradients of its pairs, which takes three times as long as
+    scoring them.
+    """
+    if task.dev is None:
+        return 0.0
+    config = task.config
+    images = len(task.dev.rows)
+    captions = int(task.items.caption_starts[-1])
+    limit = config.fitting.dev_captions
+    queries = min(limit, int(task.dev.caption_starts[-1])) + min(limit, images)
+    every = config.run.evaluate_every
+    if every is None:
+        every = captions // config.loop.batch_size
+    steps = total_steps(config.loop, captions)
+    evaluations = steps // every - done // every if every else 0
+    pairs = queries * min(config.fitting.dev_pool, images) * (evaluations + 1)
+    losses = config.objective.mlm_weight, config.objective.recovery_weight
+    per_caption = 1 + 2 * config.negatives.count + sum(map(bool, losses))
+    return pairs / (3 * config.loop.batch_size * per_caption)
+
+
+def describe_record(record: Json, scoring_steps: float) -> str:
+    """Return a record of the training log as one line of text. The remaining time
+    counts `scoring_steps` further steps, see `_scoring_steps`.
     """
     parts = [f"{record['phase']} {record['step']:,}/{record['steps']:,}"]
     recalls = (name for name in ("t2i", "i2t") if name in record)
@@ -432,6 +459,8 @@ def describe_record(record: Json) -> str:
         return ", ".join(parts)
     parts += [f"lr {record['lr']:.2e}", f"{record['images_per_second']:.1f} images/s"]
     steps = record["steps"] - record["step"]
+    if record["phase"] == JOINT:
+        steps += scoring_steps
     parts.append(f"{steps * record['step_seconds'] / 60:.0f} min left")
     waited = record["data_wait"] / record["seconds"]
     if waited > 0.1:
