@@ -169,7 +169,7 @@ def repair_index(
         for done, (shard, entries) in enumerate(shards.items()):
             on_event(Progress("repairing", done, len(shards)))
             encoder = ShardEncoder(opened, shard, open_encoder, on_event, should_stop)
-            repair = ShardRepair(change.layout, opened, shard, entries, encoder.encode)
+            repair = ShardRepair(opened, shard, entries, encoder.encode)
             with files_here(opened, entries.values()):
                 repaired += repair.run()
             tokens = {

@@ -8,8 +8,9 @@ committed bytes.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,7 +22,6 @@ from storage_formats.format.file_check import FileEntry, check_file
 from storage_formats.format.index_files import IndexFile
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.offset import stored_codec
-from storage_formats.format.places import Place
 from storage_formats.writing.shard_writer import ShardWriter
 
 EncodeAgain = Callable[[Ints], Mapping[int, Blocks]]
@@ -47,50 +47,46 @@ class RepairedFile:
     source: str
 
 
+@dataclass
 class ShardRepair:
     """Repairs the token files and the checksum files of one shard.
 
-    Args:
-        place: place of the index.
+    Attributes:
+        index: the index, opened by a change.
+        shard: number of the shard.
         files: entries of the files of the shard in the shard table, keyed by path. On
             an object store, they must have been downloaded.
-        encode_again: function that encodes images of the shard again. None repairs
-            without the sources.
-
-    Attributes:
+        encode_again: function that encodes images of the shard again.
         settled: paths of the token file and of the checksum file of each repaired
             precision. Both paths are in the set even if only one of the files was
             damaged.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        index: CommittedIndex,
-        shard: int,
-        files: Mapping[str, FileEntry],
-        encode_again: EncodeAgain | None = None,
-    ) -> None:
-        self._place = place
-        self._layout = index.layout
-        self._spec = index.spec
-        self._shard = shard
-        self._rows = len(self._spec.shard_rows(shard))
-        self._files = files
-        self._encode_again = encode_again
-        self.settled: set[str] = set()
-        self._codecs: dict[str, Codec] = {}
-        for name in self._spec.precisions:
+    index: CommittedIndex
+    shard: int
+    files: Mapping[str, FileEntry]
+    encode_again: EncodeAgain
+    settled: set[str] = field(default_factory=set)
+
+    @functools.cached_property
+    def _rows(self) -> int:
+        return len(self.index.spec.shard_rows(self.shard))
+
+    @functools.cached_property
+    def _codecs(self) -> list[Codec]:
+        codecs = []
+        for name in self.index.spec.precisions:
             # If the offset block is damaged, precisions that need it can be neither
             # repaired nor converted to others.
             with contextlib.suppress(CorruptIndexError):
-                self._codecs[name] = stored_codec(index.place, index.spec, name)
+                codecs.append(stored_codec(self.index.place, self.index.spec, name))
+        return codecs
 
     def run(self) -> Iterator[RepairedFile]:
         """Repair all files that can be repaired, and yield a `RepairedFile` for each of
         them.
         """
-        for token_codec in self._codecs.values():
+        for token_codec in self._codecs:
             damaged = {
                 path for path in self._paths(token_codec) if not self._is_sound(path)
             }
@@ -106,16 +102,16 @@ class ShardRepair:
         """Return the relative paths of the token file and of the checksum file of a
         precision.
         """
-        tokens = self._layout.token_shard(
-            token_codec.name, self._shard, len(token_codec.record_shape)
-        )
-        return self._layout.relative(tokens), self._layout.relative(
-            self._layout.checksums(token_codec.name, self._shard)
-        )
+        layout = self.index.layout
+        name = token_codec.name
+        ndim = len(token_codec.record_shape)
+        tokens = layout.token_shard(name, self.shard, ndim)
+        checksums = layout.checksums(name, self.shard)
+        return layout.relative(tokens), layout.relative(checksums)
 
     def _is_sound(self, path: str) -> bool:
-        entry = self._files.get(path)
-        return entry is not None and check_file(self._layout.root, entry) is None
+        entry = self.files.get(path)
+        return entry is not None and check_file(self.index.root, entry) is None
 
     def _candidates(self, token_codec: Codec) -> Iterator[tuple[str, Records]]:
         """Yield candidates (description of the source, records) for the committed
@@ -135,7 +131,7 @@ class ShardRepair:
             )
             return
         expected = read_checksums(
-            self._layout, token_codec.name, self._shard, self._rows
+            self.index.layout, token_codec.name, self.shard, self._rows
         )
         is_damaged = crc32c_rows(stored) != expected
         origins = []
@@ -162,14 +158,13 @@ class ShardRepair:
                 array between two yielded items. Other records are not encoded from the
                 sources.
         """
-        for name, other in self._codecs.items():
+        for other in self._codecs:
             if other != token_codec:
-                yield f"precision {name}", self._converted(other, token_codec)
-        if self._encode_again is not None and is_damaged.any():
+                yield f"precision {other.name}", self._converted(other, token_codec)
+        if is_damaged.any():
             records = np.repeat(fill_record(token_codec), self._rows, axis=0)
-            for position, block in self._encode_again(
-                np.flatnonzero(is_damaged)
-            ).items():
+            blocks = self.encode_again(np.flatnonzero(is_damaged))
+            for position, block in blocks.items():
                 records[position] = token_codec.encode(block[None])
             yield "the sources", records
 
@@ -179,9 +174,8 @@ class ShardRepair:
         """
         records = np.zeros((self._rows, token_codec.record_bytes), dtype=np.uint8)
         try:
-            with IndexFile(
-                self._layout.root, self._layout.root / self._paths(token_codec)[0]
-            ) as file:
+            path = self.index.root / self._paths(token_codec)[0]
+            with IndexFile(self.index.root, path) as file:
                 data = np.frombuffer(file.read(records.nbytes), dtype=np.uint8)
         except OSError:
             return records
@@ -205,11 +199,12 @@ class ShardRepair:
         Otherwise change nothing and return False.
         """
         name = token_codec.name
-        with ShardWriter(self._place, self._spec, self._shard, [name]) as writer:
+        index = self.index
+        with ShardWriter(index.place, index.spec, self.shard, [name]) as writer:
             present = np.flatnonzero(~holes(token_codec.decode(records)))
             writer.tokens[name].put(present, records[present])
             writer.stage_tokens()
-            committed = [self._files.get(path) for path in self._paths(token_codec)]
+            committed = [self.files.get(path) for path in self._paths(token_codec)]
             if [entry for _, entry in writer.staged] != committed:
                 return False
             writer.staged = [each for each in writer.staged if each[1].path in damaged]
