@@ -459,18 +459,17 @@ def copy_index(
             copied = _copy_files(files, remote.put, on_event, should_stop)
             remote.commit()
             if replace:
-                remote.remove_others(files)
+                remote.remove_others()
     else:
         data = manifest_bytes(opened)
         request = {"manifest": hashlib.sha256(data).hexdigest()}
-        root = local_path(out)
-        with begin_new(root, "copy", request, on_event) as new:
+        with begin_new(local_path(out), "copy", request, on_event) as new:
             # A stopped copy keeps its files only if it has a receipt or a plan.
             # This copy writes no receipts, so it stores a plan.
             new.store_plan({"files": len(files)})
             copied = _copy_files(
                 files,
-                lambda file: copy_to_directory(opened, file, root),
+                lambda file: copy_to_directory(opened, file, new.layout),
                 on_event,
                 should_stop,
             )

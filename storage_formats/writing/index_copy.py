@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -21,7 +21,6 @@ from storage_formats.atomic import (
 from storage_formats.change import write_array_shapes
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError, cannot_read
 from storage_formats.format.checksum import crc32c_file, to_hex
-from storage_formats.format.directory import Directory
 from storage_formats.format.file_check import (
     FileEntry,
     checked_pieces,
@@ -29,7 +28,7 @@ from storage_formats.format.file_check import (
     refuse,
 )
 from storage_formats.format.index_files import IndexFile, read_index_file
-from storage_formats.format.layout import ROOT, Layout, is_data_file
+from storage_formats.format.layout import ROOT, is_data_file
 from storage_formats.format.manifest import (
     REPLACED,
     SNAPSHOT_FILE,
@@ -38,6 +37,7 @@ from storage_formats.format.manifest import (
     kept_snapshots,
     named_files,
 )
+from storage_formats.format.place import Place
 from storage_formats.format.prefix import CHECKSUM, Prefix, committed_chunks
 from storage_formats.remote.objects import (
     CHUNK_BYTES,
@@ -66,19 +66,19 @@ def manifest_bytes(index: CommittedIndex) -> bytes:
     )
 
 
-def copy_to_directory(index: CommittedIndex, entry: FileEntry, root: Path) -> bool:
-    """Copy the file `entry` of `index` into the new index at `root`, and compare the
+def copy_to_directory(index: CommittedIndex, entry: FileEntry, place: Place) -> bool:
+    """Copy the file `entry` of `index` into the new index at `place`, and compare the
     copy with `entry`. Return False without a copy if the new index already has a file
     of this path and length.
 
     The copy is flushed to the device before it is renamed to its path.
     """
-    path = root / entry.path
-    if Directory(root).lengths([entry]).get(entry.path) == entry.bytes:
+    path = place.root / entry.path
+    if place.lengths([entry]).get(entry.path) == entry.bytes:
         return False
     make_directories(path.parent)
     # If this process is killed, the private file remains until `build/` is removed.
-    with replacing(path, Layout(root).staging) as file:
+    with replacing(path, place.staging) as file:
         if index.remote is None:
             copy_file(index.root, entry, file)
         else:
@@ -136,18 +136,19 @@ class RemoteCopy:
         write_array_shapes(place, self.index.spec)
         place.commit(data)
 
-    def remove_others(self, entries: Collection[FileEntry]) -> None:
+    def remove_others(self) -> None:
         """Delete each data file and each manifest in `snapshots/` of the destination
-        that is not in `entries`, except the `zarr.json` files of the copy. Nothing is
-        deleted if the claim of this copy is gone, because another writer may need the
-        objects.
+        that does not belong to the copied snapshot. Nothing is deleted if the claim of
+        this copy is gone, because another writer may need the objects.
         """
         place = self.place
-        named = {entry.path for entry in entries}
+        named = {entry.path for entry in named_files(self.index)}
         named.update(map(place.relative, place.zarr_files(self.index.spec)))
         folder = place.folder
         unnamed = [
-            key for key in folder.list_sizes() if is_data(key) and key not in named
+            key
+            for key in folder.list_sizes()
+            if (is_data_file(key) or SNAPSHOT_FILE.fullmatch(key)) and key not in named
         ]
         if place.is_claimed():
             # The manifests of snapshots are deleted first, so that a manifest never
@@ -202,13 +203,6 @@ def begin_remote_copy(
             place.commit(REPLACED)
             replaced = None
         yield RemoteCopy(index, place, replaced)
-
-
-def is_data(key: str) -> bool:
-    """Return True if `key` is the path of a file in a data directory, or of the
-    manifest of an earlier snapshot.
-    """
-    return is_data_file(key) or SNAPSHOT_FILE.fullmatch(key) is not None
 
 
 def what_is_lost(index: CommittedIndex, url: str, manifest: Manifest) -> str | None:
