@@ -39,7 +39,7 @@ from pipelines.jobs.changing import (
     ShardWork,
     apply,
     begin_new,
-    processors,
+    with_processors,
 )
 from pipelines.jobs.plan import (
     SHARDS_PER_GPU,
@@ -630,7 +630,7 @@ def encoding(
         before = {}
         if change.before is not None:
             before = change.index.manifest.settings
-        several = processors(before, receipts).get(PROCESSORS_MEMBER, ())
+        several = with_processors(before, receipts).get(PROCESSORS_MEMBER, ())
         if len(several) > 1 and several != before.get(PROCESSORS_MEMBER):
             text = f"the last bits of the tokens differ between {' and '.join(several)}"
             on_event(StatusMessage(text, is_warning=True))

@@ -273,7 +273,7 @@ class Edit:
             before,
             spec=spec,
             counts=add_counts(counts, total_counts(added)),
-            settings={**settings, **processors(settings, receipts)},
+            settings=with_processors(settings, receipts),
             model=before.model if self.model is None else self.model,
             ann=ann,
             encoded_from={
@@ -318,14 +318,13 @@ class Edit:
         for each in manifests:
             for name, chain in each.encoded_from.items():
                 encoded_from[name] = max(encoded_from.get(name, ()), chain, key=len)
-        settings = self.settings or {}
         manifest = new_manifest(
             layout,
             spec,
             receipts,
             columns,
             model=self.model or {},
-            settings={**settings, **processors(settings, receipts)},
+            settings=with_processors(self.settings or {}, receipts),
             plan=self.work.fingerprint if self.work else "",
             ann=ann,
             encoded_from=encoded_from,
@@ -470,12 +469,9 @@ def apply(
     return Applied(edit.commit(change, receipts, report), receipts, earlier, speed)
 
 
-def processors(
-    settings: Json, receipts: Iterable[ShardReceipt]
-) -> dict[str, list[str]]:
-    """Return the settings member `PROCESSORS_MEMBER` after shards are added to an
-    index: the processors in `settings` and in `receipts`. Return an empty dict if none
-    is recorded.
+def with_processors(settings: Json, receipts: Iterable[ShardReceipt]) -> Json:
+    """Return the settings of an index after shards are added to it: `settings` with the
+    member `PROCESSORS_MEMBER`, unless no processor is recorded.
 
     Args:
         settings: settings of the index before the change.
@@ -483,7 +479,7 @@ def processors(
     """
     names = {receipt.encoded_on for receipt in receipts if receipt.encoded_on}
     names.update(settings.get(PROCESSORS_MEMBER, ()))
-    return {PROCESSORS_MEMBER: sorted(names)} if names else {}
+    return {**settings, PROCESSORS_MEMBER: sorted(names)} if names else settings
 
 
 def _counted(
