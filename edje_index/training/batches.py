@@ -192,23 +192,22 @@ class InputRows:
         """
         order = np.argsort([len(text) for text in texts], kind="stable")
         parts = np.array_split(order, max(1, min(buckets, len(order) // _BUCKET_ROWS)))
-        rows_of_buckets = [
-            (
-                tokenizer.inputs_of_ids([texts[row] for row in part], image_tokens),
-                torch.from_numpy(images[part]),
-            )
-            for part in parts
-        ]
+        every = [*texts, *plain]
         if plain:
-            parts.append(len(texts) + np.arange(len(plain)))
-            inputs = tokenizer.inputs_of_ids(plain, None)
-            rows_of_buckets.append((inputs, torch.empty(0).long()))
-        starts = np.empty(len(texts) + len(plain), dtype=np.int64)
+            parts.append(np.arange(len(texts), len(every)))
+        rows_of_buckets = []
+        starts = np.empty(len(every), dtype=np.int64)
         end = 0
-        for part, (inputs, _) in zip(parts, rows_of_buckets, strict=True):
-            rows, width = inputs.input_ids.shape
-            starts[part] = end + np.arange(rows) * width
-            end += rows * width
+        for part in parts:
+            images_of_part = images[part[part < len(texts)]]
+            inputs = tokenizer.inputs_of_ids(
+                [every[row] for row in part],
+                image_tokens if len(images_of_part) else None,
+            )
+            rows_of_buckets.append((inputs, torch.from_numpy(images_of_part)))
+            width = inputs.input_ids.shape[1]
+            starts[part] = end + np.arange(len(part)) * width
+            end += len(part) * width
         return cls(tuple(rows_of_buckets), torch.from_numpy(starts))
 
 

@@ -425,13 +425,15 @@ class _Run:
                 if stop or done % run.checkpoint_every == 0 or done == steps:
                     if group.rank == 0:
                         epochs = (epochs_before or 0) + done / phase.steps_per_epoch
-                        weights = module.state_dict()
                         saved = TrainState(
                             self.task.run,
                             phase.stage,
                             done,
                             round(epochs, 6),
-                            {name: weights[name].detach().cpu() for name in weights},
+                            {
+                                name: part.cpu()
+                                for name, part in module.state_dict().items()
+                            },
                             optimizer.state_dict(),
                             (skipped, skips_in_row),
                         )
