@@ -114,16 +114,23 @@ def _sum(value: np.float32, scale: np.float32, offset: np.float32) -> Any:
     return np.uint16(_rounded_sum(value, scale, offset) >> np.uint32(16))
 
 
-@fused
-def _product(value: np.float32, scale: np.float32, _offset: np.float32) -> Any:
-    """Return the bfloat16 bits of the product, rounded as `_sum` rounds."""
-    return _sum(value, scale, np.float32(-0.0))
-
-
 @inlined
-def _exact_product(value: np.float32, scale: np.float32, _offset: np.float32) -> Any:
-    """Return the bfloat16 bits of the product, which must be a bfloat16 number."""
-    return np.uint16(_bits(value * scale) >> np.uint32(16))
+def _total(
+    value: np.float32,
+    scale: np.float32,
+    offset: np.float32,
+    is_float: bool,
+    has_offset: bool,
+) -> Any:
+    """Return the bfloat16 bits of value x scale, plus the offset if there is one. The
+    product of a minifloat and its scale must be a bfloat16 number.
+    """
+    if has_offset:
+        return _sum(value, scale, offset)
+    # 1.2 to 1.5 times as fast as adding an offset of zeros
+    if is_float:
+        return np.uint16(_bits(value * scale) >> np.uint32(16))
+    return _sum(value, scale, np.float32(-0.0))
 
 
 @inlined
@@ -511,16 +518,16 @@ ODD_BITS = EVEN_BITS << np.uint32(1)
 
 
 @inlined
-def _signed_sum(word: int, mask: int, scale: np.float32, offset: np.float32) -> Any:
-    """Return the sum of an offset and the scale with the sign that a bit selects."""
+def _signed(
+    word: int, mask: int, scale: np.float32, offset: np.float32, has_offset: bool
+) -> Any:
+    """Return the bits of the scale with the sign that a bit selects, plus the offset if
+    there is one.
+    """
     number = -scale if np.uint32(word & mask) else scale
-    return _rounded_sum(number, np.float32(1), offset)
-
-
-@inlined
-def _signed(word: int, mask: int, scale: np.float32, _offset: np.float32) -> Any:
-    """Return the bits of the scale with the sign that a bit selects."""
-    return _bits(-scale if np.uint32(word & mask) else scale)
+    if has_offset:
+        return _rounded_sum(number, np.float32(1), offset)
+    return _bits(number)
 
 
 @functools.cache
@@ -549,14 +556,10 @@ def decoder(form: Format, has_offset: bool) -> Callable[..., None]:
     # finite.
     magnitudes = np.abs(values[np.isfinite(values) & (values != 0)])
     low = np.float32(2.0**-133 / magnitudes.min())
-    total = _sum
-    signed = _signed_sum if has_offset else _signed
-    if not has_offset:
-        # 1.2 to 1.5 times as fast as adding an offset of zeros
-        total = _exact_product if is_float else _product
+    if is_float and not has_offset:
         # The product of a minifloat and its scale has at most 8 significant bits, so
         # it is a bfloat16 number unless it is subnormal.
-        low = np.float32(2.0**-126 / magnitudes.min()) if is_float else low
+        low = np.float32(2.0**-126 / magnitudes.min())
     high = np.float32(2.0**127 / max(magnitudes.max(), unit))
     is_extreme = (np.abs(scale_values) < low) | (np.abs(scale_values) >= high)
     has_extremes = bool(is_extreme.any())
@@ -615,8 +618,12 @@ def decoder(form: Format, has_offset: bool) -> Callable[..., None]:
                             for i in range(PIECE):
                                 factor = left if i < HALF_PIECE else right
                                 number = _number(wide[piece + i], is_float)
-                                bits[target + piece + i] = total(
-                                    number, factor, offset[at + piece + i]
+                                bits[target + piece + i] = _total(
+                                    number,
+                                    factor,
+                                    offset[at + piece + i],
+                                    is_float,
+                                    has_offset,
                                 )
                     elif code_bits == ONE:
                         done = done - done % (TWO * PIECE)
@@ -629,22 +636,42 @@ def decoder(form: Format, has_offset: bool) -> Callable[..., None]:
                             pair = (target >> ONE) + piece
                             for i in range(PIECE):
                                 signs = left_bits if i < HALF_PIECE else right_bits
-                                a = signed(signs, EVEN_BITS[i], scale, offset[even + i])
-                                b = signed(signs, ODD_BITS[i], scale, offset[odd + i])
+                                a = _signed(
+                                    signs,
+                                    EVEN_BITS[i],
+                                    scale,
+                                    offset[even + i],
+                                    has_offset,
+                                )
+                                b = _signed(
+                                    signs,
+                                    ODD_BITS[i],
+                                    scale,
+                                    offset[odd + i],
+                                    has_offset,
+                                )
                                 pairs[pair + i] = np.uint32(
                                     a >> np.uint32(16)
                                 ) | np.uint32(b & np.uint32(0xFFFF0000))
                     elif code_bits == EIGHT:
                         for i in range(done):
                             number = _number(records[codes_at + i], is_float)
-                            bits[target + i] = total(
-                                number, scale * unit, offset[at + i]
+                            bits[target + i] = _total(
+                                number,
+                                scale * unit,
+                                offset[at + i],
+                                is_float,
+                                has_offset,
                             )
                     else:
                         for i in range(done):
                             number = _number(wide[i], is_float)
-                            bits[target + i] = total(
-                                number, scale * unit, offset[at + i]
+                            bits[target + i] = _total(
+                                number,
+                                scale * unit,
+                                offset[at + i],
+                                is_float,
+                                has_offset,
                             )
                     for i in range(done, width):
                         byte = records[codes_at + ((i * code_bits) >> THREE)]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import ml_dtypes
 import numba
 import numpy as np
@@ -10,7 +14,7 @@ import pytest
 from pipelines import quantize_index
 from storage_formats import Manifest, UsageError, codec, precisions
 from storage_formats.codecs import fill_record, kernel_compiler
-from tests.conftest import same_bits, write_arrays
+from tests.conftest import REPO, same_bits, write_arrays
 
 BF16 = ml_dtypes.bfloat16
 SHAPE = (6, 64)
@@ -150,3 +154,27 @@ def test_a_kernel_that_cannot_be_cached_is_compiled():
         space["seven"]
     )(numbers)
     assert numbers[0] == 7
+
+
+def test_a_later_process_compiles_no_kernel():
+    """The key of Numba's cache must not depend on the process."""
+    script = """
+import ml_dtypes
+import numpy as np
+from storage_formats import codec, precisions
+blocks = np.ones((1, 2, 64), ml_dtypes.bfloat16)
+for name in precisions():
+    entry = codec(name, (2, 64))
+    entry.decode(entry.encode(blocks))
+"""
+    environment = {**os.environ, "NUMBA_DEBUG_CACHE": "1", "PYTHONPATH": str(REPO)}
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    assert "data loaded" in done.stdout
+    assert "saved" not in done.stdout
