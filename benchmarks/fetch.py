@@ -403,6 +403,7 @@ def measure(
     load(files)
     # Open the subject again, because a reader may remember for some seconds that the
     # files were not in the page cache.
+    del subject
     subject = open_subject(name, source, copies)
     for ids in calls:
         subject.fetch(ids, buffer[: len(ids)])
