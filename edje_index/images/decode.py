@@ -605,7 +605,8 @@ def _pillow_formats() -> dict[str, Any]:
         pi_heif.register_heif_opener(
             thumbnails=False, depth_images=False, aux_images=False, decode_threads=1
         )
-    for name, module in [*sys.modules.items()]:
+    # Other threads may import modules meanwhile; a copy is made in one step.
+    for name, module in sys.modules.copy().items():
         if name.startswith("PIL.") and getattr(module, "warnings", None) is warnings:
             vars(module)["warnings"] = _Warnings()
             logging.getLogger(name).addFilter(lambda _: not _this_thread.is_quiet)
