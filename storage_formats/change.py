@@ -48,6 +48,7 @@ from storage_formats.format.manifest import (
 from storage_formats.format.places import Directory, Place, open_place
 from storage_formats.format.receipts import ShardReceipt, read_receipts
 from storage_formats.format.zarr_metadata import zarr_documents
+from storage_formats.remote.objects import ObjectStoreError
 from storage_formats.remote.urls import IndexLocation
 
 LEAST_SNAPSHOTS = 32
@@ -194,7 +195,10 @@ class Change:
         return manifest_digest(self.layout) == self._journal.base
 
     def _is_committed(self) -> bool:
-        return self._is_committing and not self._is_unchanged()
+        # If `index.json` cannot be read now, the error of the commit says more.
+        with contextlib.suppress(OSError, EdjeError):
+            return self._is_committing and not self._is_unchanged()
+        return False
 
     @contextlib.contextmanager
     def _running(self, earlier: Journal | None) -> Iterator[None]:
@@ -351,10 +355,12 @@ class Change:
                 " machine as other changes"
             )
         self._is_committing = True
-        number = -1 if current is None else current.snapshot.number
-        is_new = manifest.snapshot.number > number
-        if is_new and (earlier := layout.read(layout.manifest)) is not None:
-            layout.write(layout.snapshot(number), earlier)
+        if current is not None:
+            number = current.snapshot.number
+            earlier = layout.read(layout.manifest)
+            is_new = manifest.snapshot.number > number
+            if is_new and earlier is not None:
+                layout.write(layout.snapshot(number), earlier)
         if data is None:
             manifest.write(layout)
         else:
@@ -414,7 +420,11 @@ def begin_change(
     if dry_run:
         index = CommittedIndex.open(root)
         change = Change(index.place, index, kind, request, is_dry=True)
-        with change._running(unfinished_journal(index.place)):
+        earlier = None
+        # Some stores refuse to say that an object is missing.
+        with contextlib.suppress(ObjectStoreError):
+            earlier = unfinished_journal(index.place)
+        with change._running(earlier):
             yield change
         return
     # If there is no index, no claim is made, because that would create the directory.
@@ -523,6 +533,11 @@ def collect_garbage(
                 with change._running(None):
                     sizes += change.commit(manifest)
         sizes += remove_what_is_not_kept(layout, tables=True, shards=True)
+        # An upgrade from an earlier format that was killed leaves these.
+        left = [layout.root / "verified.bin"] if layout.remote is None else []
+        for name in ("filters", "hashes"):
+            left += layout.names(layout.root / name)
+        sizes += layout.remove(left)
         return Removal(tuple(removed), len(sizes), sum(sizes))
 
 

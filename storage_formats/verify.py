@@ -378,9 +378,13 @@ def _check_metadata(index: CommittedIndex) -> Iterator[Problem]:
     for path, document in zarr_documents(layout, index.spec).items():
         where = layout.relative(path)
         try:
-            actual = json.loads(index.place.read(path, _MAX_ZARR_BYTES) or b"")
+            data = index.place.read(path, _MAX_ZARR_BYTES)
+            actual = None if data is None else json.loads(data)
         except (OSError, ValueError, RecursionError) as error:
             yield Problem(where, "zarr-metadata", f"cannot be read: {error}")
+            continue
+        if data is None:
+            yield Problem(where, "zarr-metadata", "does not exist")
             continue
         shape = document.get("shape")
         if (
@@ -456,7 +460,8 @@ def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
         if not only_lengths:
             return _check_file(index, entry)
         if entry.path not in lengths:
-            return Problem(entry.path, "missing-file", "does not exist")
+            # It says why the file has no length.
+            return _check_file(index, entry)
         return difference(entry, lengths[entry.path])
 
     found: Iterable[Problem] = filter(
@@ -519,7 +524,13 @@ def _check_earlier_snapshots(index: CommittedIndex) -> Iterator[Problem]:
                 "missing-file",
                 "cannot be read: it does not exist",
             )
-    paths = itertools.chain.from_iterable(map(place.names, layout.data_folders()))
+    paths: list[Path] = []
+    for folder in layout.data_folders():
+        try:
+            paths += place.names(folder)
+        except OSError as error:
+            text = f"cannot be listed: {error.strerror}"
+            yield Problem(layout.relative(folder), "missing-file", text)
     for where in map(layout.relative, paths):
         if where not in named and not _LEFT_BEHIND.fullmatch(where):
             yield Problem(

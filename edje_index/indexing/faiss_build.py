@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +22,7 @@ from edje_index.indexing.faiss_index import (
     count_lists,
     nearest,
     open_part,
+    rows_after_build,
 )
 from edje_index.progress import OnProgress
 from storage_formats.arrays import holes
@@ -34,7 +35,7 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c_file
 from storage_formats.format.file_check import FileEntry
 from storage_formats.format.layout import IndexSpec
-from storage_formats.format.manifest import Ann, CommittedIndex
+from storage_formats.format.manifest import Ann, CommittedIndex, Manifest
 from storage_formats.format.places import Place
 from storage_formats.reading.embeddings import IndexedEmbeddings
 
@@ -78,11 +79,16 @@ class AnnRequest:
     memory: int | None = None
 
     @classmethod
-    def like(cls, ann: Mapping[str, Any]) -> AnnRequest:
-        """Return a request for the kind and the recall of an existing index, from
-        `ann` in `index.json`.
+    def like(cls, manifest: Manifest) -> AnnRequest:
+        """Return a request for the kind and the recall of an existing index. If its
+        kind is the default for the rows that it was built for, the kind is "auto".
         """
+        ann = manifest.ann
+        spec = manifest.spec
         kind = "Flat" if ann.get("kind") == "flat" else ann.get("factory", "auto")
+        built = spec.used_rows - sum(map(len, rows_after_build(manifest)))
+        if AnnKind.choose(built, spec.embed_dim).factory == kind:
+            kind = "auto"
         return cls(kind, ann.get("recall", {}).get("target", TARGET_RECALL))
 
 

@@ -146,6 +146,8 @@ def _lists(
         fields.tag("ilar")
         fields.expect("QQ", lists, 4 * dimensions)
         lengths = _list_lengths(fields, lists)
+        if min(lengths, default=0) < 0:
+            raise ValueError(f"it has a list of {min(lengths)} vectors")
         # If the sum of the lengths is not `vectors`, nothing more is read, and the
         # comparison at the end of this function raises an error.
         if sum(lengths) == vectors:

@@ -44,6 +44,8 @@ _SCANNED_ROWS = 4096
 """If at most this number of rows pass a filter, the query is compared with all of them.
 This takes about as long as a search of the codes of 1,000,000 rows.
 """
+# number of appended rows that are added to the vectors in memory at a time
+_ADDED_AT_ONCE = 16_384
 PIECE_BYTES = 1 << 20
 """Number of bytes of a FAISS file that are read or written at a time."""
 
@@ -255,11 +257,13 @@ class AnnIndex:
         index.fetch(manifest.ann_files)
         self._parts = [open_part(root, spec, file) for file in files]
         if appended := rows_after_build(manifest):
-            rows = np.concatenate([np.array(each) for each in appended])
-            embeddings = self._embeddings[rows]
-            has_vector = ~holes(embeddings)
             flat: FaissIndex = faiss.IndexIDMap2(faiss.IndexFlatIP(spec.embed_dim))
-            flat.add_with_ids(embeddings[has_vector], rows[has_vector])
+            for segment in appended:
+                for first in range(0, len(segment), _ADDED_AT_ONCE):
+                    rows = np.array(segment[first : first + _ADDED_AT_ONCE])
+                    embeddings = self._embeddings[rows]
+                    has_vector = ~holes(embeddings)
+                    flat.add_with_ids(embeddings[has_vector], rows[has_vector])
             self._parts.append(flat)
         self.live: NDArray[np.uint8] | None = None
         if len(index.deleted):

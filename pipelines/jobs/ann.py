@@ -10,7 +10,6 @@ from edje_index.indexing.faiss_build import (
     AnnRequest,
     build_ann,
 )
-from edje_index.indexing.faiss_index import AnnKind
 from pipelines.jobs.changing import Edit, apply, begin
 from pipelines.progress.events import (
     OnEvent,
@@ -101,12 +100,8 @@ def build_copied_ann(
     searchable = [manifest for manifest in origins if manifest.ann_files]
     if not searchable:
         return origins[0].ann
-    requests = [AnnRequest.like(manifest.ann) for manifest in searchable]
+    requests = [AnnRequest.like(manifest) for manifest in searchable]
     kind, *others = {request.ann for request in requests}
-    if others or all(
-        AnnKind.choose(manifest.spec.used_rows, manifest.spec.embed_dim).factory == kind
-        for manifest in searchable
-    ):
-        kind = "auto"
-    request = AnnRequest(kind, max(request.recall for request in requests))
+    recall = max(request.recall for request in requests)
+    request = AnnRequest("auto" if others else kind, recall)
     return new_ann(place, spec, request, on_event)

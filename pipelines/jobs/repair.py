@@ -203,7 +203,7 @@ def _restore_ann(
         if not lost:
             continue
         paths |= lost
-        request = AnnRequest.like(manifest.ann)
+        request = AnnRequest.like(manifest)
         if manifest is index.manifest:
             apply(change, Edit(index.spec, ann=request), on_event, never)
             continue

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from storage_formats.atomic import Json, fsync_path, json_bytes
 from storage_formats.errors import EdjeError, cannot_read
 from storage_formats.format.checksum import json_checksum
-from storage_formats.format.layout import Layout
 from storage_formats.format.place import Place
 
 
@@ -81,13 +80,13 @@ def unfinished_journal(place: Place) -> Journal | None:
     return journal
 
 
-def how_to_discard(layout: Layout) -> tuple[str, str | None]:
+def how_to_discard(place: Place) -> tuple[str, str | None]:
     """Return the advice for an error message on how to discard the unfinished change of
     an index, and the value of the attribute `remedy` of that error.
     """
-    if layout.manifest.exists():
+    if place.manifest.exists():
         return "discard it", "discard"
-    return f"delete {layout.root}", None
+    return f"delete {place.location}", None
 
 
 def manifest_digest(place: Place) -> str | None:
@@ -101,9 +100,17 @@ def end_erasure(place: Place) -> None:
     Until then, the files of the index do not match `index.json`. Does nothing if the
     index cannot be written or another process is changing it.
     """
+
+    def is_committed() -> bool:
+        return place.journal.exists() and unfinished_journal(place) is None
+
     # A reader may lack the permission to write, so errors are ignored.
-    with contextlib.suppress(OSError, EdjeError), place.claimed():
-        if place.journal.exists() and unfinished_journal(place) is None:
-            # The former files may be replaced only after `index.json` is durable.
-            fsync_path(place.root)
-            place.move_erased()
+    with contextlib.suppress(OSError, EdjeError):
+        # A reader of an erasure that is not committed must not disturb writers.
+        if is_committed():
+            with place.claimed():
+                if is_committed():
+                    # The former files may be replaced only after `index.json` is
+                    # durable.
+                    fsync_path(place.root)
+                    place.move_erased()

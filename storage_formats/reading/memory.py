@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 _LARGEST_LENT = 64 << 20
 _SMALLEST_BUFFER = 64 << 10
 _KEPT_BYTES = 256 << 20
+# Looking for an idle buffer takes longer the more buffers there are.
+_MOST_BUFFERS = 64
 _HUGE_PAGE = 2 << 20
 
 Bytes = NDArray[np.uint8]
@@ -74,7 +76,7 @@ def lend(size: int) -> Bytes:
     used again when neither the array nor a view of it exists any more.
 
     The memory of an array of more than 64 MiB is not used again. The process keeps at
-    most 256 MiB for other arrays.
+    most 64 buffers of 256 MiB in all for other arrays.
     """
     if size > _LARGEST_LENT:
         return aligned_bytes(size)
@@ -93,8 +95,8 @@ def lend(size: int) -> Bytes:
                     return memory
     keys = list(_pool)
     kept = sum(each for each, _ in keys)
-    for key in keys:
-        if kept + length > _KEPT_BYTES:
+    for position, key in enumerate(keys):
+        if kept + length > _KEPT_BYTES or len(keys) - position >= _MOST_BUFFERS:
             _pool.pop(key, None)
             kept -= key[0]
     buffer = aligned_bytes(length)
