@@ -4,7 +4,7 @@ merge indexes, add precisions, check and repair files, and list snapshots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ import click
 
 from pipelines.cli.command import Job, command
 from pipelines.cli.output import note, print_result, run_job
+from pipelines.progress.wording import as_text, counted
 from storage_formats.errors import UsageError
 from storage_formats.remote.urls import IndexLocation
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 # An erasure that stops between its steps has no journal.
 @command("pipelines.jobs.snapshots:delete_rows", resume="erase index", rows="--rows")
-def delete(job: Job) -> None:
+def delete(job: Job) -> Iterator[str]:
     """Delete rows of INDEX.
 
     Deleted rows are no longer searched, fetched or evaluated. The other rows keep their
@@ -42,6 +43,16 @@ def delete(job: Job) -> None:
       edje-index delete photos.edje --where "licence is null or width < 100" --dry-run
       edje-index delete photos.edje --where "uri like '%/jane-doe/%'" --erase
     """
+    result = job.run()
+    would = "would be " if result.dry_run else ""
+    line = f"{counted(len(result.deleted), 'row')} {would}deleted"
+    if result.deleted:
+        line += f" ({as_text(result.deleted)})"
+    if result.already_deleted:
+        line += f", {result.already_deleted:,} were deleted before"
+    if job.given["erase"]:
+        line += f", {result.erased:,} {would}erased"
+    yield f"{job.given['index']}: {line}; {result.left:,} left"
 
 
 @command(settings="--set", unset="--unset")
@@ -106,6 +117,8 @@ def edit(
         unset=unset,
         similar_names=new_column,
     )
+    if not result.values:
+        note("no row has other values; nothing was changed")
     print_result(result)
 
 
@@ -251,7 +264,7 @@ def gc(job: Job) -> None:
 
 
 @command("storage_formats.upgrade:upgrade_index")
-def upgrade(job: Job) -> None:
+def upgrade(job: Job) -> Iterator[str]:
     """Upgrade INDEX, which an earlier version of edje-index wrote, so that this version
     can read it.
 
@@ -263,7 +276,9 @@ def upgrade(job: Job) -> None:
     Example:
       edje-index upgrade photos.edje
     """
-    job.result = {"index": str(job.given["index"]), "upgraded": job.run()}
+    upgraded = job.run()
+    job.result = {"index": str(job.given["index"]), "upgraded": upgraded}
+    yield f"{job.given['index']}: {counted(upgraded, 'snapshot')} upgraded"
 
 
 @command()
@@ -289,7 +304,9 @@ def verify(index: IndexLocation) -> int:
     problems = run_job(check)
     listed = [asdict(problem) for problem in problems]
     value = {"index": str(index), "sound": not problems, "problems": listed}
-    print_result(value)
+    lines = [f"{problem.path}: {problem.message}" for problem in problems]
+    verdict = counted(len(problems), "problem") if problems else "sound"
+    print_result(value, [*lines, f"{index}: {verdict}"])
     return 1 if problems else 0
 
 

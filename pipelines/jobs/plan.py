@@ -198,8 +198,8 @@ def settings_of(root: IndexLocation, manifest: Manifest) -> BuildSettings:
         return settings
     except (LookupError, TypeError) as error:
         raise UsageError(
-            f"{root} was not built from images, so no images can be added to it; choose"
-            " another index",
+            f"{root} was not built from images, so no image can be encoded as its rows"
+            " were; choose another index",
             parameter="out",
         ) from error
 

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
@@ -278,6 +278,7 @@ def update_index(
                     group = replace(group, column=each.column)
         groups = recorded if group is None else (group,)
         if groups is None:
+            settings_of(change.index.root, manifest)
             raise UsageError(
                 "the index does not record the sources of all its rows; name all"
                 " sources",
@@ -605,7 +606,7 @@ def _encoder(
 
 def _plan_rows(
     change: Change,
-    refs: Sequence[InputRef],
+    refs: Sequence[InputRef] | _Spool[InputRef],
     duplicates: int,
     ignored: Mapping[str, int],
     settings: BuildSettings,
@@ -750,7 +751,7 @@ class SourceChanges:
             read only once.
     """
 
-    refs: Sequence[InputRef]
+    refs: Sequence[InputRef] | _Spool[InputRef]
     inputs: int
     duplicates: int
     ignored: dict[str, int]
@@ -788,6 +789,7 @@ _SCHEMA = """CREATE TABLE rows(
     duplicate_of INTEGER, metadata BLOB, state INTEGER
 );
 CREATE TABLE given(row_id INTEGER PRIMARY KEY, metadata BLOB);
+CREATE TABLE new(hash BLOB PRIMARY KEY) WITHOUT ROWID;
 """
 _HAS_TOKENS = "failed_for IS NULL AND duplicate_of IS NULL"
 # Selects the first free row with the name of an input. If `any_content` is false, the
@@ -806,6 +808,45 @@ END) ORDER BY row_id LIMIT 1
 _FIND_MOVED = f"""SELECT row_id, name, hash, failed_for, duplicate_of, metadata
 FROM rows WHERE hash = ? AND state = {_FREE} AND {_HAS_TOKENS} ORDER BY row_id
 """
+
+
+_Value = TypeVar("_Value")
+
+
+class _Spool(Generic[_Value]):
+    """A list of values in a table of the temporary database, so that memory does not
+    grow with their number.
+    """
+
+    def __init__(self, database: sqlite3.Connection, name: str) -> None:
+        self._database = database
+        self._name = name
+        self._count = 0
+        database.execute(f"CREATE TABLE {name}(position INTEGER PRIMARY KEY, value)")
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[_Value]:
+        query = f"SELECT value FROM {self._name} ORDER BY position"
+        for (value,) in self._database.execute(query):
+            # Unpickling is safe: this process has written the database.
+            yield pickle.loads(value)
+
+    def __getitem__(self, position: int) -> _Value:
+        query = f"SELECT value FROM {self._name} WHERE position = ?"
+        ((value,),) = self._database.execute(query, [position])
+        return cast(_Value, pickle.loads(value))
+
+    def __setitem__(self, position: int, value: _Value) -> None:
+        self._database.execute(
+            f"INSERT OR REPLACE INTO {self._name} VALUES(?, ?)",
+            [position, pickle.dumps(value)],
+        )
+
+    def append(self, value: _Value) -> None:
+        self[self._count] = value
+        self._count += 1
 
 
 class _Row(NamedTuple):
@@ -972,7 +1013,8 @@ def compare_sources(
     removed = frozenset[bytes]() if restore else index.removed
     stay_deleted = 0
     # The inputs that may need new rows, each with the row of its name and content
-    pending: list[tuple[InputRef, _Row | None]] = []
+    unread_names = set[bytes]()
+    pending = _Spool[tuple[InputRef, _Row | None]](database, "pending")
     # Match every input with a row of the same name and content.
     for ref in hashed(listing):
         inputs += 1
@@ -1006,15 +1048,14 @@ def compare_sources(
             compare_values(ref, row)
         if not stays:
             pending.append((ref, row))
+            if ref.problem is not None:
+                unread_names.add(_name(ref.uri, ref.uri_raw))
 
     # If an input without a row has the content of a row that no input has matched, the
     # image was moved: keep the row, and give it the new name. A row whose own input is
     # listed, but cannot be read, was not moved.
     moved: dict[int, str] = {}
-    unread_names = {
-        _name(ref.uri, ref.uri_raw) for ref, _ in pending if ref.problem is not None
-    }
-    left: list[tuple[InputRef, _Row | None]] = []
+    left = _Spool[tuple[InputRef, _Row | None]](database, "unmatched")
     for ref, row in pending:
         kept = None
         # A name that is not UTF-8 cannot be stored as a new value.
@@ -1047,12 +1088,10 @@ def compare_sources(
             " stay"
         )
         on_event(StatusMessage(text, is_warning=True))
-    duplicates = database.execute(
+    database.execute(
         f"UPDATE rows SET state = {_KEPT} WHERE state = {_REPEATED} AND duplicate_of IN"
         f" (SELECT row_id FROM rows WHERE state IN ({_KEPT}, {_KEPT_ORIGINAL}))"
-        " RETURNING row_id"
     )
-    kept_duplicates = {row_id for (row_id,) in duplicates}
     database.execute(f"UPDATE rows SET state = {_REPLACED} WHERE state = {_REPEATED}")
 
     def row_ids(condition: str) -> array[int]:
@@ -1064,15 +1103,16 @@ def compare_sources(
     # Give a new row to each remaining input, unless the input is a duplicate. If the
     # input has an old row, mark that row as replaced.
     # A row with tokens whose content has not changed is kept.
-    refs: list[InputRef] = []
-    contents = set[bytes]()
+    refs = _Spool[InputRef](database, "refs")
     changed = array("q")
     # Positions in `refs` by the ids of the old rows
     retried: dict[int, int] = {}
     cut_off = array("q")
     repeated = held_tokens = lost = 0
     for ref, row in left:
-        if row is not None and row.row_id in kept_duplicates:
+        is_kept = f"SELECT 1 FROM rows WHERE row_id = ? AND state = {_KEPT}"
+        if row and database.execute(is_kept, [row.row_id]).fetchone():
+            # a duplicate whose original is kept
             continue
         row = row or find(ref, any_content=True)
         if row is not None:
@@ -1100,8 +1140,8 @@ def compare_sources(
         # Count the rows with tokens whose input now has the content of a kept row.
         held_tokens += is_repeated and row is not None and row.has_tokens
         if content is not None and not is_repeated:
-            is_repeated = content in contents
-            contents.add(content)
+            added = database.execute("INSERT OR IGNORE INTO new VALUES(?)", [content])
+            is_repeated = added.rowcount == 0
         if is_repeated:
             repeated += 1
             continue

@@ -53,9 +53,9 @@ _OUTCOMES = ("indexed", "duplicates", "failed", "unchanged", "stay_deleted")
 
 
 def describe(value: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the members of `value` as aligned lines. Numbers that are 0 and members
-    without a value are left out. A list of objects or sentences has a line for each.
-    What became of the inputs is one sum.
+    """Yield the members of `value` as aligned lines. Members that are 0, False or empty
+    are left out. A list of objects or sentences has a line for each item. The numbers
+    of inputs by outcome are one sum.
     """
     width = max(map(len, value))
     if "indexed" in value:
@@ -74,7 +74,7 @@ def describe(value: Mapping[str, Any]) -> Iterator[str]:
             isinstance(each, dict) or " " in str(each) for each in member
         )
         for each in member if is_long else [member]:
-            if each or each is False:
+            if each:
                 yield f"{label:<{width}}  {as_text(each, name)}"
                 label = ""
 
@@ -85,14 +85,18 @@ def as_text(value: Any, name: str = "") -> str:
     """
     if isinstance(value, dict):
         return ", ".join(
-            f"{key} ({as_text(each, name)})"
+            f"{key.replace('_', ' ')} ({as_text(each, f'{name} {key}')})"
             if isinstance(each, dict)
             else f"{key.replace('_', ' ')} {as_text(each, f'{name} {key}')}"
             for key, each in value.items()
             if each or each == 0
         )
     if isinstance(value, list | tuple):
-        shown = [as_text(each, name) for each in value[:_SHOWN]]
+        # Integers of a list are ids or sizes, and not counts.
+        shown = [
+            str(each) if isinstance(each, int) else as_text(each, name)
+            for each in value[:_SHOWN]
+        ]
         more = [f"{len(value) - _SHOWN:,} more"] * (len(value) > _SHOWN)
         return ", ".join(shown + more)
     if isinstance(value, bool):
@@ -101,4 +105,6 @@ def as_text(value: Any, name: str = "") -> str:
         return (
             human_bytes(value) if re.search(r"\bbytes|_bytes", name) else f"{value:,}"
         )
+    if "busy" in name:
+        return f"{value:.0%}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

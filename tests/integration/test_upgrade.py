@@ -127,7 +127,7 @@ def test_readers_name_the_upgrade_and_changes_make_it(old, tmp_path, run):
     ]
     assert problems_and_counts(other) == []
     out = run.ok("upgrade", old)
-    assert "upgraded  7\n" in out
+    assert "7 snapshots upgraded" in out
     out = run.json("upgrade", old)
     assert out["upgraded"] == 0
     run.refused("upgrade", tmp_path / "nowhere")

@@ -680,10 +680,12 @@ def test_edited_values_of_a_duplicate_survive_the_loss_of_its_original(
     assert problems_and_counts(root) == []
 
 
-def test_a_new_column_of_all_rows_takes_the_memory_of_one_shard(photos, config):
+@pytest.mark.parametrize("indexed", [300, 1])
+def test_texts_of_all_inputs_take_the_memory_of_one_shard(photos, config, indexed):
+    """The inputs get a new column, or they are new."""
     path = photos / "list.csv"
     names = ["00.jpg", *(f"missing/{row}.jpg" for row in range(299))]
-    path.write_text("path\n" + "\n".join(names))
+    path.write_text("path\n" + "\n".join(names[:indexed]))
     root = build(config(sources=[str(path)], shard_size=20, max_failed=1.0))
     peaks = []
     for text in ("x", 15_000 * "x"):
@@ -695,7 +697,7 @@ def test_a_new_column_of_all_rows_takes_the_memory_of_one_shard(photos, config):
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()
-        assert result.edited == 300
+        assert (result.edited, result.rows) == (indexed, 300 - indexed)
     # The texts have 4.5 MB.
     assert peaks[1] - peaks[0] < 2 << 20
 
