@@ -19,9 +19,9 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -301,7 +301,7 @@ def update_index(
             restore=restore,
         )
         work = None
-        if changes.refs and not dry_run:
+        if changes.rows and not dry_run:
             settings, info, execution = _encoder(
                 change.index, group or SourceGroup(()), model, execution
             )
@@ -350,10 +350,11 @@ def update_index(
             and not edited
             and not changes.moved
             and not changes.changed
-            and 0 < changes.retried == len(changes.refs) == len(changes.deleted),
+            and 0 < changes.retried == changes.rows == len(changes.deleted),
         )
         applied = apply(change, edit, on_event, should_stop)
-        failed = Counter(changes.failed)
+        failed = Counter(changes.kept)
+        unchanged = failed.pop("", 0)
         if plan is not None and applied.manifest is manifest:
             # Every failed input failed again, so nothing was committed.
             failed.update(total_counts(applied.receipts).failed)
@@ -363,11 +364,15 @@ def update_index(
         shards = len(applied.receipts)
         counts = total_counts(applied.receipts)
         if dry_run:
-            refs = changes.refs
-            problems = Counter(ref.problem for ref in refs if ref.problem is not None)
-            counts = Counts(len(refs), len(refs) - problems.total(), 0, dict(problems))
-            shards = -(-len(refs) // manifest.spec.shard_size)
-            changed = sum(refs[each].problem is None for each in changes.changed)
+            problems = {
+                position: ref.problem
+                for position, ref in enumerate(changes.refs)
+                if ref.problem is not None
+            }
+            indexed = changes.rows - len(problems)
+            counts = Counts(changes.rows, indexed, 0, Counter(problems.values()))
+            shards = -(-changes.rows // manifest.spec.shard_size)
+            changed = len({*changes.changed} - problems.keys())
         elif plan is not None and changes.changed:
             row_ids = [plan.first_row + position for position in changes.changed]
             after = CommittedIndex.at(change.layout)
@@ -380,7 +385,7 @@ def update_index(
         failed=failed.total(),
         failed_by_reason=dict(failed),
         shards=shards,
-        unchanged=changes.unchanged,
+        unchanged=unchanged,
         edited=edited,
         moved=len(changes.moved),
         stay_deleted=changes.stay_deleted,
@@ -606,7 +611,7 @@ def _encoder(
 
 def _plan_rows(
     change: Change,
-    refs: Sequence[InputRef] | _Spool[InputRef],
+    refs: Iterable[InputRef],
     duplicates: int,
     ignored: Mapping[str, int],
     settings: BuildSettings,
@@ -619,11 +624,12 @@ def _plan_rows(
     """
     # The plan differs if captions have changed since an earlier run.
     digest = hashlib.sha256(rows_digest(refs).encode())
+    rows = 0
     for ref in refs:
+        rows += 1
         digest.update(_metadata_hash(ref.metadata or {}))
     manifest = change.index.manifest
     spec = manifest.spec
-    rows = len(refs)
     check_disk(change.layout, replace(spec, rows=rows, segments=()))
     first_row = next_first_row(manifest)
     segments = (*spec.used_segments, Segment(first_row, rows))
@@ -723,13 +729,14 @@ class SourceChanges:
 
     Attributes:
         refs: inputs that get new rows, in the order of the sources.
+        rows: number of `refs`.
         inputs: number of inputs that the sources list.
         duplicates: number of inputs that get no row, because a kept row or an earlier
             input has the same content.
         ignored: number of entries in the sources that are not inputs, by suffix or
             reason.
-        unchanged: number of rows that are kept and have not failed.
-        failed: number of failed rows that are kept, by reason.
+        kept: number of inputs whose rows are kept, by the reason of a failed row; ""
+            is the key of the other rows.
         replaced: number of rows to delete that have tokens. A row is not counted if the
             new content of its input equals that of a kept row: a search then finds the
             kept row.
@@ -751,21 +758,21 @@ class SourceChanges:
             read only once.
     """
 
-    refs: Sequence[InputRef] | _Spool[InputRef]
+    refs: Iterable[InputRef]
+    rows: int
     inputs: int
     duplicates: int
     ignored: dict[str, int]
-    unchanged: int = 0
-    failed: Mapping[str, int] = field(default_factory=dict)
-    replaced: int = 0
-    changed: Sequence[int] = ()
-    retried: int = 0
-    source_values: Mapping[int, str | None] = field(default_factory=dict)
-    moved: Mapping[int, str] = field(default_factory=dict)
-    vanished: int = 0
-    deleted: Sequence[int] = ()
-    stay_deleted: int = 0
-    values: Iterable[NewValues] = ()
+    kept: Counter[str]
+    replaced: int
+    changed: Sequence[int]
+    retried: int
+    source_values: Mapping[int, str | None]
+    moved: Mapping[int, str]
+    vanished: int
+    deleted: Sequence[int]
+    stay_deleted: int
+    values: Iterable[NewValues]
 
 
 # The states of a row during a comparison follow.
@@ -773,80 +780,37 @@ class SourceChanges:
 # No input has matched the row so far. If a row is still free at the end, its input has
 # vanished.
 _FREE = 0
-# The row is kept for the input that matched it.
+# The row is kept for the input that matched it, or as the original of a kept duplicate.
 _KEPT = 1
-# No input has matched the row. The row is kept as the original of a duplicate that is
-# kept because its server cannot be read.
-_KEPT_ORIGINAL = 2
-# The row is deleted, because its input gets a new row or is a duplicate.
-_REPLACED = 3
-# An input has matched the row, but the row is a duplicate, or the row failed and its
-# input is tried again. A duplicate becomes _KEPT if its original is kept. All other
-# rows in this state become _REPLACED.
-_REPEATED = 4
+# The row is deleted, because its input gets a new row or is a duplicate. A duplicate is
+# kept after all if its original is kept.
+_REPLACED = 2
+# The table `inputs` has the inputs that may get new rows, each with the row of its name
+# and content.
 _SCHEMA = """CREATE TABLE rows(
     row_id INTEGER PRIMARY KEY, name BLOB, hash BLOB, failed_for TEXT,
-    duplicate_of INTEGER, metadata BLOB, state INTEGER
+    duplicate_of INTEGER, metadata BLOB, by_users BLOB, state INTEGER, given BLOB
 );
-CREATE TABLE given(row_id INTEGER PRIMARY KEY, metadata BLOB);
-CREATE TABLE new(hash BLOB PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE inputs(
+    position INTEGER PRIMARY KEY, name BLOB, hash BLOB, row_id INTEGER, ref BLOB
+);
+CREATE INDEX contents ON inputs(hash);
 """
 _HAS_TOKENS = "failed_for IS NULL AND duplicate_of IS NULL"
-# Selects the first free row with the name of an input. If `any_content` is false, the
-# row must also have the content hash of the input or, if one of the two hashes is
-# unknown, the row must have failed for the problem of the input. A row that failed for
-# changed-since-plan or original-deleted never matches by its hash, because encoding the
-# same content again may succeed.
-_FIND = """SELECT row_id, name, hash, failed_for, duplicate_of, metadata FROM rows
-WHERE name = :name AND state = 0 AND (:any_content OR CASE
+_OF_NAME = f"name = :name AND state = {_FREE}"
+# Free rows with the name of an input that also have its content hash. If one of the two
+# hashes is unknown, the row must have failed for the problem of the input. A row that
+# failed for changed-since-plan or original-deleted never matches by its hash, because
+# encoding the same content again may succeed.
+_OF_CONTENT = f"""{_OF_NAME} AND CASE
     WHEN hash IS NULL OR :hash IS NULL THEN failed_for = :problem
     ELSE hash = :hash AND coalesce(failed_for, '')
         NOT IN ('changed-since-plan', 'original-deleted')
-END) ORDER BY row_id LIMIT 1
-"""
-# Selects the free rows with tokens and with the content hash of an input.
-_FIND_MOVED = f"""SELECT row_id, name, hash, failed_for, duplicate_of, metadata
-FROM rows WHERE hash = ? AND state = {_FREE} AND {_HAS_TOKENS} ORDER BY row_id
-"""
-
-
-_Value = TypeVar("_Value")
-
-
-class _Spool(Generic[_Value]):
-    """A list of values in a table of the temporary database, so that memory does not
-    grow with their number.
-    """
-
-    def __init__(self, database: sqlite3.Connection, name: str) -> None:
-        self._database = database
-        self._name = name
-        self._count = 0
-        database.execute(f"CREATE TABLE {name}(position INTEGER PRIMARY KEY, value)")
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[_Value]:
-        query = f"SELECT value FROM {self._name} ORDER BY position"
-        for (value,) in self._database.execute(query):
-            # Unpickling is safe: this process has written the database.
-            yield pickle.loads(value)
-
-    def __getitem__(self, position: int) -> _Value:
-        query = f"SELECT value FROM {self._name} WHERE position = ?"
-        ((value,),) = self._database.execute(query, [position])
-        return cast(_Value, pickle.loads(value))
-
-    def __setitem__(self, position: int, value: _Value) -> None:
-        self._database.execute(
-            f"INSERT OR REPLACE INTO {self._name} VALUES(?, ?)",
-            [position, pickle.dumps(value)],
-        )
-
-    def append(self, value: _Value) -> None:
-        self[self._count] = value
-        self._count += 1
+END"""
+# Free rows with tokens that may have moved. A row whose own input is listed, but cannot
+# be read, has not moved.
+_MAY_HAVE_MOVED = f"""state = {_FREE} AND {_HAS_TOKENS}
+    AND name NOT IN (SELECT name FROM inputs WHERE hash IS NULL)"""
 
 
 class _Row(NamedTuple):
@@ -858,6 +822,7 @@ class _Row(NamedTuple):
         failed_for: reason of a failed row; None for other rows.
         duplicate_of: row id of the original of a duplicate; None for other rows.
         metadata: hash of the column values that the sources gave last.
+        by_users: pickled values that users set, by column; None if there are none.
     """
 
     row_id: int
@@ -866,10 +831,33 @@ class _Row(NamedTuple):
     failed_for: str | None
     duplicate_of: int | None
     metadata: bytes
+    by_users: bytes | None
 
     @property
     def has_tokens(self) -> bool:
         return self.failed_for is None and self.duplicate_of is None
+
+
+class _Inputs:
+    """The inputs in the temporary database, in the order of the sources."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+
+    def __iter__(self) -> Iterator[InputRef]:
+        return (ref for _, ref, _ in self.where("TRUE"))
+
+    def where(
+        self, condition: str, *values: object
+    ) -> Iterator[tuple[int, InputRef, int | None]]:
+        """Yield (position, input, id of the row of its name and content)."""
+        query = (
+            f"SELECT position, ref, row_id FROM inputs WHERE {condition}"
+            " ORDER BY position"
+        )
+        for position, ref, row_id in self._database.execute(query, values):
+            # Unpickling is safe: this process has written the database.
+            yield position, pickle.loads(ref), row_id
 
 
 def _name(uri: str, uri_raw: bytes | None) -> bytes:
@@ -889,25 +877,23 @@ def _load_rows(
     rows = 0
     for table in iter_rows(index, [*_COLUMNS, SOURCE_VALUES, *columns]):
         rows += len(table)
-        database.executemany(
-            "INSERT INTO rows VALUES(?, ?, ?, ?, ?, ?, 0)",
-            (
-                (
-                    line["row_id"],
-                    _name(line["uri"], line["uri_raw"]),
-                    _digest(line["content_hash"]),
-                    line["reason"] if line["status"] == FAILED else None,
-                    line["duplicate_of"] if line["status"] == DUPLICATE else None,
-                    _metadata_hash(
-                        {
-                            **{name: line[name] for name in columns},
-                            **values_of_sources(line[SOURCE_VALUES], columns),
-                        }
-                    ),
-                )
-                for line in table.to_pylist()
-            ),
-        )
+        for line in table.to_pylist():
+            of_sources = values_of_sources(line[SOURCE_VALUES], columns)
+            # The index may lack a column in which a user has only removed values.
+            by_users = {name: line.get(name) for name in of_sources}
+            values = {**{name: line[name] for name in columns}, **of_sources}
+            row = _Row(
+                line["row_id"],
+                _name(line["uri"], line["uri_raw"]),
+                _digest(line["content_hash"]),
+                line["reason"] if line["status"] == FAILED else None,
+                line["duplicate_of"] if line["status"] == DUPLICATE else None,
+                _metadata_hash(values),
+                pickle.dumps(by_users) if by_users else None,
+            )
+            database.execute(
+                f"INSERT INTO rows VALUES(?, ?, ?, ?, ?, ?, ?, {_FREE}, NULL)", row
+            )
     database.execute("CREATE INDEX names ON rows(name, row_id)")
     database.execute("CREATE INDEX hashes ON rows(hash)")
     return rows
@@ -939,8 +925,8 @@ def compare_sources(
     input gets a new row. If an input on a server cannot be read, its row is kept. If
     this row is a duplicate, its original is then kept, too.
 
-    The rows are in a database on disk, so that the memory use grows only with the
-    number of inputs that have no row with tokens of the same name and content.
+    The rows, and the inputs that may get new rows, are in a database on disk, so that
+    the memory use does not grow with their metadata.
 
     Args:
         database: an empty `temporary_database`.
@@ -968,57 +954,47 @@ def compare_sources(
         database.execute(statement)
     columns = {column.name: column for column in index.manifest.columns}
     rows = _load_rows(database, index, columns)
+    inputs = _Inputs(database)
+
+    def rows_where(condition: str, **values: object) -> Iterator[_Row]:
+        query = f"SELECT {', '.join(_Row._fields)} FROM rows WHERE {condition}"
+        return map(_Row._make, database.execute(f"{query} ORDER BY row_id", values))
 
     def mark(row: _Row, state: int) -> None:
         values = (state, row.row_id)
         database.execute("UPDATE rows SET state = ? WHERE row_id = ?", values)
 
-    def find(ref: InputRef, *, any_content: bool) -> _Row | None:
-        """Return the first row with the name and content of `ref` that no input has
-        matched yet; None if there is no such row. With `any_content`, only the name
-        must be the same.
-        """
-        values = {
-            "name": _name(ref.uri, ref.uri_raw),
-            "hash": _digest(ref.content_hash),
-            "problem": ref.problem,
-            "any_content": any_content,
-        }
-        row = database.execute(_FIND, values).fetchone()
-        return None if row is None else _Row._make(row)
-
-    unread = 0
-    first_unread = ""
+    # The inputs whose metadata cannot be read in full
+    unread: list[str] = []
     stored_values = CollectedInputs(index.spec.shard_size, columns.values())
 
     def compare_values(ref: InputRef, row: _Row) -> None:
         """Note the column values of `ref` if they differ from those of `row`."""
-        nonlocal unread, first_unread
         given = stored_values.add(ref).metadata or {}
         values = {name: typed(each, columns.get(name)) for name, each in given.items()}
-        if row.metadata != _metadata_hash(values):
-            if any(ref.uri in source.unread for source in sources):
-                unread += 1
-                first_unread = first_unread or ref.uri
-            else:
-                database.execute(
-                    "INSERT INTO given VALUES(?, ?)", [row.row_id, pickle.dumps(given)]
-                )
+        if row.metadata == _metadata_hash(values):
+            return
+        if any(ref.uri in source.unread for source in sources):
+            unread.append(ref.uri)
+        else:
+            database.execute(
+                "UPDATE rows SET given = ? WHERE row_id = ?",
+                [pickle.dumps(given), row.row_id],
+            )
 
     listing = Listing(sources, on_event, should_stop)
-    inputs = unreachable = 0
     # The problem of each directory or archive whose inputs are not all listed, by its
     # path
     hidden: dict[str, str] = {}
     removed = frozenset[bytes]() if restore else index.removed
-    stay_deleted = 0
-    # The inputs that may need new rows, each with the row of its name and content
-    unread_names = set[bytes]()
-    pending = _Spool[tuple[InputRef, _Row | None]](database, "pending")
+    stay_deleted = unreachable = 0
+    kept = Counter[str]()
     # Match every input with a row of the same name and content.
     for ref in hashed(listing):
-        inputs += 1
-        row = find(ref, any_content=False)
+        name = _name(ref.uri, ref.uri_raw)
+        content = _digest(ref.content_hash)
+        same = rows_where(_OF_CONTENT, name=name, hash=content, problem=ref.problem)
+        row = next(same, None)
         if ref.problem in _HIDES_OTHERS:
             hidden[display_path(ref.path)] = str(ref.problem)
         if (
@@ -1034,51 +1010,41 @@ def compare_sources(
             ref.problem == "unreachable"
             or (ref.problem == "unreadable" and is_url(ref.path))
         ):
-            named_row = find(ref, any_content=True)
+            named_row = next(rows_where(_OF_NAME, name=name), None)
             if named_row is not None and named_row.failed_for is None:
                 unreachable += 1
                 mark(named_row, _KEPT)
                 continue
-        stays = row is not None and row.duplicate_of is None
-        if retry_failed and ref.problem is None:
-            # A failed row does not stay if its input can be read.
-            stays = row is not None and row.has_tokens
         if row is not None:
-            mark(row, _KEPT if stays else _REPEATED)
             compare_values(ref, row)
-        if not stays:
-            pending.append((ref, row))
-            if ref.problem is not None:
-                unread_names.add(_name(ref.uri, ref.uri_raw))
+            # A failed row does not stay if its input can be read now.
+            is_retry = retry_failed and ref.problem is None and not row.has_tokens
+            if row.duplicate_of is None and not is_retry:
+                mark(row, _KEPT)
+                kept[row.failed_for or ""] += 1
+                continue
+            mark(row, _REPLACED)
+        database.execute(
+            "INSERT INTO inputs VALUES(NULL, ?, ?, ?, ?)",
+            [name, content, row and row.row_id, pickle.dumps(ref)],
+        )
 
     # If an input without a row has the content of a row that no input has matched, the
-    # image was moved: keep the row, and give it the new name. A row whose own input is
-    # listed, but cannot be read, was not moved.
+    # image was moved: keep the row, and give it the new name.
     moved: dict[int, str] = {}
-    left = _Spool[tuple[InputRef, _Row | None]](database, "unmatched")
-    for ref, row in pending:
-        kept = None
+    for row in rows_where(_MAY_HAVE_MOVED):
+        of_content = inputs.where("hash = ? AND row_id IS NULL", row.hash)
         # A name that is not UTF-8 cannot be stored as a new value.
-        if row is None and ref.problem is None and ref.uri_raw is None:
-            found = database.execute(_FIND_MOVED, [_digest(ref.content_hash)])
-            of_content = map(_Row._make, found)
-            kept = next(
-                (each for each in of_content if each.name not in unread_names), None
-            )
-        if kept is None:
-            left.append((ref, row))
-        else:
-            mark(kept, _KEPT)
-            compare_values(ref, kept)
-            moved[kept.row_id] = ref.uri
-    database.execute(
-        f"UPDATE rows SET state = {_KEPT_ORIGINAL} WHERE state = {_FREE} AND row_id IN"
-        f" (SELECT duplicate_of FROM rows WHERE state = {_KEPT})"
-    )
+        named = (each for each in of_content if each[1].uri_raw is None)
+        for position, ref, _ in itertools.islice(named, 1):
+            mark(row, _KEPT)
+            compare_values(ref, row)
+            moved[row.row_id] = ref.uri
+            database.execute("DELETE FROM inputs WHERE position = ?", [position])
     if unread:
         text = (
-            f"the columns of {counted(unread, 'input')} stay, because their metadata"
-            f" cannot be read in full, first that of {first_unread}; correct the"
+            f"the columns of {counted(len(unread), 'input')} stay, because their"
+            f" metadata cannot be read in full, first that of {unread[0]}; correct the"
             " caption files and tables"
         )
         on_event(StatusMessage(text, is_warning=True))
@@ -1089,36 +1055,35 @@ def compare_sources(
         )
         on_event(StatusMessage(text, is_warning=True))
     database.execute(
-        f"UPDATE rows SET state = {_KEPT} WHERE state = {_REPEATED} AND duplicate_of IN"
-        f" (SELECT row_id FROM rows WHERE state IN ({_KEPT}, {_KEPT_ORIGINAL}))"
+        f"UPDATE rows SET state = {_KEPT} WHERE state = {_FREE} AND row_id IN"
+        f" (SELECT duplicate_of FROM rows WHERE state = {_KEPT})"
     )
-    database.execute(f"UPDATE rows SET state = {_REPLACED} WHERE state = {_REPEATED}")
-
-    def row_ids(condition: str) -> array[int]:
-        selected = database.execute(
-            f"SELECT row_id FROM rows WHERE {condition} ORDER BY row_id"
-        )
-        return array("q", (row_id for (row_id,) in selected))
+    database.execute(
+        f"UPDATE rows SET state = {_KEPT} WHERE state = {_REPLACED} AND duplicate_of IN"
+        f" (SELECT row_id FROM rows WHERE state = {_KEPT})"
+    )
+    duplicates = database.execute(
+        "DELETE FROM inputs WHERE row_id IN"
+        f" (SELECT row_id FROM rows WHERE state = {_KEPT})"
+    )
+    kept[""] += unreachable + len(moved) + duplicates.rowcount
 
     # Give a new row to each remaining input, unless the input is a duplicate. If the
     # input has an old row, mark that row as replaced.
-    # A row with tokens whose content has not changed is kept.
-    refs = _Spool[InputRef](database, "refs")
+    new = 0
     changed = array("q")
-    # Positions in `refs` by the ids of the old rows
-    retried: dict[int, int] = {}
+    source_values: dict[int, str | None] = {}
     cut_off = array("q")
-    repeated = held_tokens = lost = 0
-    for ref, row in left:
-        is_kept = f"SELECT 1 FROM rows WHERE row_id = ? AND state = {_KEPT}"
-        if row and database.execute(is_kept, [row.row_id]).fetchone():
-            # a duplicate whose original is kept
-            continue
-        row = row or find(ref, any_content=True)
+    repeated = replaced = lost = retried = 0
+    for position, ref, row_id in inputs.where("TRUE"):
+        content = _digest(ref.content_hash)
+        condition = _OF_NAME if row_id is None else "row_id = :row_id"
+        name = _name(ref.uri, ref.uri_raw)
+        row = next(rows_where(condition, name=name, row_id=row_id), None)
         if row is not None:
             mark(row, _REPLACED)
             # A row is lost if its input cannot be read and thus has no content hash.
-            lost += ref.content_hash is None
+            lost += content is None
             # If an archive is cut off, its listing ends with one input that has the
             # problem of the archive. Check the row of this input below, together with
             # the vanished rows.
@@ -1130,45 +1095,37 @@ def compare_sources(
                     " make the file readable, or delete the row and the file. The index"
                     " is unchanged"
                 )
-        content = _digest(ref.content_hash)
-        kept_row = database.execute(
-            "SELECT 1 FROM rows WHERE hash = ?"
-            f" AND state IN ({_KEPT}, {_KEPT_ORIGINAL})",
-            [content],
-        ).fetchone()
-        is_repeated = kept_row is not None
-        # Count the rows with tokens whose input now has the content of a kept row.
-        held_tokens += is_repeated and row is not None and row.has_tokens
-        if content is not None and not is_repeated:
-            added = database.execute("INSERT OR IGNORE INTO new VALUES(?)", [content])
-            is_repeated = added.rowcount == 0
-        if is_repeated:
+        held = rows_where(f"hash = :hash AND state = {_KEPT}", hash=content)
+        is_held = next(held, None) is not None
+        replaced += row is not None and row.has_tokens and not is_held
+        # All earlier inputs that are left get new rows.
+        earlier = inputs.where("hash = ? AND position < ?", content, position)
+        if is_held or next(earlier, None) is not None:
             repeated += 1
+            database.execute("DELETE FROM inputs WHERE position = ?", [position])
             continue
         is_retry = row is not None and retry_failed and row.failed_for is not None
-        if row is not None and (is_retry or row.hash == content):
-            retried[row.row_id] = len(refs)
         if row is not None and not is_retry:
-            changed.append(len(refs))
-        refs.append(ref)
-    # New rows keep the values that users set in the old rows.
-    source_values: dict[int, str | None] = {}
-    for row_id, by_users in _user_values(index, sorted(retried)).items():
-        position = retried[row_id]
-        given = refs[position].metadata or {}
-        of_sources = {name: given.get(name) for name in by_users}
-        source_values[position] = source_values_text(of_sources)
-        values = {**given, **by_users}
-        metadata = {name: each for name, each in values.items() if each is not None}
-        refs[position] = replace(refs[position], metadata=metadata or None)
-    vanished = row_ids(f"state = {_FREE}")
-    gone = f"state IN ({_FREE}, {_REPLACED})"
-    reasons = database.execute(
-        "SELECT failed_for, COUNT(*) FROM rows"
-        f" WHERE state = {_KEPT} GROUP BY failed_for"
-    )
-    failed = dict(reasons.fetchall())
-    unchanged = failed.pop(None, 0)
+            changed.append(new)
+        if row is not None and (is_retry or row.hash == content):
+            retried += 1
+            if row.by_users is not None:
+                by_users = pickle.loads(row.by_users)
+                given = ref.metadata or {}
+                of_sources = {name: given.get(name) for name in by_users}
+                source_values[new] = source_values_text(of_sources)
+                values = {**given, **by_users}
+                stored = {key: each for key, each in values.items() if each is not None}
+                ref = replace(ref, metadata=stored or None)
+                database.execute(
+                    "UPDATE inputs SET ref = ? WHERE position = ?",
+                    [pickle.dumps(ref), position],
+                )
+        new += 1
+    vanished = array("q")
+    for row in rows_where(f"state = {_FREE}"):
+        vanished.append(row.row_id)
+        replaced += row.has_tokens
     own = {display_path(source.path) for source in sources}
     # If all rows may vanish, the sources may be empty. Otherwise, rows of an empty
     # source are not deleted, and neither are rows of an archive that lies beside
@@ -1190,38 +1147,22 @@ def compare_sources(
             parameter="max_vanished",
         )
     return SourceChanges(
-        refs,
         inputs,
+        new,
+        listing.inputs,
         repeated,
         listing.ignored,
-        unchanged=unchanged,
-        failed=failed,
-        replaced=len(row_ids(f"{gone} AND {_HAS_TOKENS}")) - held_tokens,
-        stay_deleted=stay_deleted,
-        values=_given_values(index, database),
-        changed=changed,
-        retried=len(retried),
-        source_values=source_values,
-        moved=moved,
-        vanished=len(vanished),
-        deleted=row_ids(gone),
+        kept,
+        replaced,
+        changed,
+        retried,
+        source_values,
+        moved,
+        len(vanished),
+        array("q", (row.row_id for row in rows_where(f"state != {_KEPT}"))),
+        stay_deleted,
+        _given_values(index, database),
     )
-
-
-def _user_values(index: CommittedIndex, row_ids: Sequence[int]) -> NewValues:
-    """Return the column values that users set in the rows `row_ids`, by row id and
-    column.
-    """
-    columns = {column.name: column for column in index.manifest.columns}
-    rows = read_index_rows(index, row_ids, ["row_id", SOURCE_VALUES, *columns])
-    return {
-        row["row_id"]: {
-            # The index may lack a column in which a user has only removed values.
-            name: row.get(name)
-            for name in values_of_sources(row[SOURCE_VALUES], columns)
-        }
-        for row in rows.filter(rows[SOURCE_VALUES].is_valid()).to_pylist()
-    }
 
 
 def _metadata_hash(values: Mapping[str, Any]) -> bytes:
@@ -1233,20 +1174,18 @@ def _metadata_hash(values: Mapping[str, Any]) -> bytes:
 def _given_values(
     index: CommittedIndex, database: sqlite3.Connection
 ) -> Iterator[NewValues]:
-    """Yield the column values that the sources gave to kept rows, one shard at a
-    time.
+    """Yield the column values that the sources gave to kept rows, as many rows at a
+    time as a shard has.
     """
     columns = [column.name for column in index.manifest.columns]
     lines = database.execute(
-        "SELECT row_id, given.metadata FROM given JOIN rows USING (row_id)"
-        f" WHERE state = {_KEPT} ORDER BY row_id"
+        f"SELECT row_id, given FROM rows WHERE state = {_KEPT} AND given IS NOT NULL"
+        " ORDER BY row_id"
     )
-    size = index.spec.shard_size
-    for _, of_shard in itertools.groupby(lines, lambda line: line[0] // size):
-        # Unpickling is safe: this process has written the database.
+    while part := lines.fetchmany(index.spec.shard_size):
         yield {
             row_id: {**dict.fromkeys(columns), **pickle.loads(given)}
-            for row_id, given in of_shard
+            for row_id, given in part
         }
 
 
