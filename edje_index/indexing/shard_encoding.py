@@ -7,18 +7,17 @@ gives the same result too.
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.indexing.kept_batches import KeptBatches
-from edje_index.inputs.helpers import MESSAGE_INPUTS, REMOTE_THREADS, Helpers
+from edje_index.inputs.helpers import MESSAGE_INPUTS, Helpers, Threads
 from edje_index.inputs.input_lists import read_shard_inputs
 from edje_index.inputs.preparation import DecodeSettings, Preparation
 from edje_index.inputs.refs import InputRef
@@ -37,7 +36,6 @@ from storage_formats.format.rows import (
     with_source_values,
 )
 from storage_formats.format.source_columns import SourceColumn
-from storage_formats.remote.urls import is_url
 from storage_formats.threads import ordered_results
 from storage_formats.writing.shard_writer import ShardWriter
 
@@ -64,8 +62,6 @@ class ShardTask:
 
     Attributes:
         batch_size: number of images, or of frames of clips, per forward pass.
-        decode_threads: number of threads that read and decode images if no helper
-            processes do. This number does not affect the result.
     """
 
     root: str
@@ -74,7 +70,6 @@ class ShardTask:
     plan: str
     batch_size: int
     decoding: DecodeSettings
-    decode_threads: int = 1
     columns: tuple[SourceColumn, ...] = ()
 
 
@@ -88,9 +83,9 @@ def batches_in_memory(batch_size: int) -> int:
 def encode_shard(
     task: ShardTask,
     encoder: ImageEncoder,
+    helpers: Helpers | Threads,
     on_progress: Callable[[ShardProgress], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
-    helpers: Helpers | None = None,
 ) -> ShardReceipt:
     """Encode and commit one shard. If an input is damaged or missing, its row gets the
     status "failed".
@@ -103,11 +98,10 @@ def encode_shard(
 
     Args:
         encoder: image encoder. The calling thread calls `encode`.
+        helpers: processes or threads that read and decode the inputs. Their memory has
+            room for `batches_in_memory` batches.
         should_stop: function that is called before each batch. Encoding stops if the
             function returns True.
-        helpers: processes that read and decode the inputs. Their shared memory has room
-            for `batches_in_memory` batches. None reads and decodes in threads of this
-            process.
 
     Raises:
         TaskInterrupted: `should_stop` returned True.
@@ -119,7 +113,7 @@ def encode_shard(
 
     try:
         with open_place(task.root) as place:
-            return _encode_at(place, task, encoder, on_progress, should_stop, helpers)
+            return _encode_at(place, task, encoder, helpers, on_progress, should_stop)
     except torch.OutOfMemoryError as error:
         if task.batch_size == 1:
             raise EdjeError(
@@ -132,16 +126,16 @@ def encode_shard(
     # The whole shard is encoded again, so that all its batches have the same size. Its
     # bytes then do not depend on which batch was too large.
     smaller = replace(task, batch_size=task.batch_size // 2)
-    return encode_shard(smaller, encoder, on_progress, should_stop, helpers)
+    return encode_shard(smaller, encoder, helpers, on_progress, should_stop)
 
 
 def _encode_at(
     place: Place,
     task: ShardTask,
     encoder: ImageEncoder,
+    helpers: Helpers | Threads,
     on_progress: Callable[[ShardProgress], None],
     should_stop: Callable[[], bool],
-    helpers: Helpers | None,
 ) -> ShardReceipt:
     import torch
 
@@ -151,26 +145,20 @@ def _encode_at(
     names = ("read", "decode", "helpers", "wait", "encode", "write")
     stages = dict.fromkeys(names, 0.0)
     size = task.decoding.inputs_per_batch(task.batch_size)
-    if helpers is None:
-        batches = batches_in_memory(task.batch_size)
-        memory = encoder.new_batch(batches * size, task.decoding.frames)
-        is_remote = any(is_url(ref.path) for ref in refs)
-        threads = max(task.decode_threads, REMOTE_THREADS if is_remote else 0)
-        preparation = Preparation(task.decoding, encoder.preprocess)
-        prepare: Callable[[Iterable[tuple[int, InputRef]]], list[dict[str, Any]]]
-        prepare = functools.partial(preparation.run_all, memory.numpy())
-        step = 1
-    else:
-        batches = len(helpers.pixels) // size
-        memory = torch.from_numpy(helpers.pixels)
-        threads = helpers.count
-        prepare = helpers.prepare
-        step = min(MESSAGE_INPUTS, -(-size // threads))
-
+    # The position of an input in the memory follows from its position in the shard. So
+    # the bytes of a batch do not depend on the order in which inputs are prepared.
+    memory = torch.from_numpy(helpers.pixels)
+    batches = len(memory) // size
+    step = min(MESSAGE_INPUTS, -(-size // helpers.count))
     # positions in the shard
     all_batches = [
         range(start, min(start + size, len(refs)))
         for start in range(0, len(refs), size)
+    ]
+    parts = [
+        range(first, min(first + step, positions.stop))
+        for positions in all_batches
+        for first in range(positions.start, positions.stop, step)
     ]
     processor = encoder.processor(task.batch_size)
     keeper = KeptBatches(
@@ -180,31 +168,16 @@ def _encode_at(
     for start, batch in kept.items():
         for entry, values in zip(entries[start:], batch.rows, strict=False):
             vars(entry).update(values)
-    missing = [each for each in all_batches if each.start not in kept]
-    parts = [
-        range(first, min(first + step, positions.stop))
-        for positions in missing
-        for first in range(positions.start, positions.stop, step)
-    ]
-    # place in the memory of the first image of each batch
-    places = {
-        positions.start: number % batches * size
-        for number, positions in enumerate(missing)
-    }
 
     def prepare_part(part: range) -> int:
         """Prepare the inputs of `part`, and return the end of `part`."""
-        # The place in the memory follows from the position in the shard. So the bytes
-        # of a batch do not depend on the order in which inputs are prepared.
-        pending = [at for at in part if entries[at].status == INDEXED]
-        jobs = [(places[at - at % size] + at % size, refs[at]) for at in pending]
-        for at, columns in zip(pending, prepare(jobs), strict=True):
-            vars(entries[at]).update(columns)
+        if part.start // size * size not in kept:
+            _prepare(helpers, part, entries, refs, batches * size)
         return part.stop
 
     with (
         ShardWriter(place, task.spec, task.shard) as writer,
-        ThreadPoolExecutor(threads, "edje-decode") as pool,
+        ThreadPoolExecutor(helpers.count, "edje-decode") as pool,
         contextlib.ExitStack() as stack,
     ):
         # if an exception ends the shard, the images that still wait are not prepared
@@ -224,18 +197,18 @@ def _encode_at(
             start = positions.start
             done = positions.stop
             rows = entries[start:done]
+            with _timed(stages, "wait"):
+                while next(ends) < done:
+                    pass
             if start in kept:
                 batch = kept.pop(start)
                 with _timed(stages, "write"):
                     writer.put(start + batch.ready, batch.tokens, batch.embeddings)
             else:
                 encoded += len(rows)
-                with _timed(stages, "wait"):
-                    while next(ends) < done:
-                        pass
                 ready = _indexed(rows)
                 if len(ready):
-                    first = places[start]
+                    first = start % (batches * size)
                     with _timed(stages, "encode"):
                         ready, tokens, embeddings = _encode(
                             encoder, rows, ready, memory[first : first + size]
@@ -254,7 +227,7 @@ def _encode_at(
             stages["read"] += sum(row.read_seconds for row in rows)
             stages["decode"] += sum(row.decode_seconds for row in rows)
             elapsed = stages["wait"] + stages["encode"] + stages["write"]
-            stages["helpers"] = threads * elapsed
+            stages["helpers"] = helpers.count * elapsed
             on_progress(ShardProgress(task.shard, done, failed, dict(stages)))
         with _timed(stages, "write"):
             table = with_source_values(
@@ -275,6 +248,22 @@ def _row_entry(row_id: int, ref: InputRef) -> RowEntry:
         entry.status = DUPLICATE
         entry.duplicate_of = ref.duplicate_of
     return entry
+
+
+def _prepare(
+    helpers: Helpers | Threads,
+    positions: range,
+    rows: Sequence[RowEntry],
+    refs: Sequence[InputRef],
+    size: int,
+) -> None:
+    """Prepare the inputs at `positions` of `refs`, unless they have failed or are
+    duplicates. The memory of `helpers` has room for `size` inputs.
+    """
+    pending = [at for at in positions if rows[at].status == INDEXED]
+    jobs = [(at % size, refs[at]) for at in pending]
+    for at, columns in zip(pending, helpers.prepare(jobs), strict=True):
+        vars(rows[at]).update(columns)
 
 
 def _indexed(rows: Sequence[RowEntry]) -> Ints:
@@ -332,16 +321,16 @@ def encode_inputs(
         TransientInputError: an input cannot be read or decoded because of a problem of
             the machine.
     """
+    import torch
+
     size = settings.inputs_per_batch(batch_size)
-    batch = encoder.new_batch(size, settings.frames)
-    preparation = Preparation(settings, encoder.preprocess)
+    helpers = Threads(1, Preparation(settings, encoder.preprocess), size)
     rows = [_row_entry(position, ref) for position, ref in enumerate(refs)]
-    for row, ref, pixels in zip(rows, refs, batch.numpy(), strict=False):
-        if row.status == INDEXED:
-            vars(row).update(preparation.run(ref, pixels))
+    _prepare(helpers, range(len(refs)), rows, refs, size)
     blocks: dict[int, Blocks] = {}
     ready = _indexed(rows)
     if len(ready):
+        batch = torch.from_numpy(helpers.pixels)
         ready, tokens, _ = _encode(encoder, rows, ready, batch)
         blocks = dict(zip(ready.tolist(), tokens, strict=True))
     return blocks, {

@@ -80,6 +80,44 @@ class _Helper:
     process: int = 0
 
 
+class Threads:
+    """Prepares inputs as `Helpers` does, but in the threads of this process that call
+    `prepare`. Thread-safe.
+
+    Args:
+        count, preparation, positions: see `Helpers`.
+
+    Attributes:
+        pixels: memory for prepared inputs, see `Helpers`.
+    """
+
+    def __init__(self, count: int, preparation: Preparation, positions: int) -> None:
+        self.count = count
+        self._preparation = preparation
+        self.pixels = np.empty((positions, *preparation.shape), np.uint8)
+        self._remote_threads = ThreadPoolExecutor(REMOTE_THREADS, "edje-read")
+
+    def close(self) -> None:
+        """End the threads that read inputs on servers."""
+        self._remote_threads.shutdown()
+
+    def prepare(self, jobs: Iterable[Job]) -> list[Columns]:
+        """Prepare inputs, write their pixels to `self.pixels`, and return their
+        columns.
+
+        Raises:
+            TransientInputError: see `Preparation.run`.
+        """
+        jobs = list(jobs)
+        is_remote = any(is_url(ref.path) for _, ref in jobs)
+        run_all = self._remote_threads.map if is_remote else map
+        return [*run_all(self._run, jobs)]
+
+    def _run(self, job: Job) -> Columns:
+        position, ref = job
+        return self._preparation.run(ref, self.pixels[position])
+
+
 class Helpers:
     """`count` helper processes. Thread-safe.
 

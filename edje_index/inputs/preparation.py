@@ -36,8 +36,6 @@ prepared has the status "failed", a reason and a detail.
 """
 Job: TypeAlias = tuple[int, InputRef]
 """An input, and the position at which its pixels belong."""
-Prepare: TypeAlias = Callable[[Iterable[Job]], list[Columns]]
-"""Function that prepares inputs and returns the columns of each."""
 
 
 def failed(reason: str, detail: str) -> Columns:
@@ -176,7 +174,3 @@ class Preparation:
         except ImageError as error:
             columns |= failed(error.reason, error.detail)
         return columns
-
-    def run_all(self, pixels: Pixels, jobs: Iterable[Job]) -> list[Columns]:
-        """Prepare inputs, and write their pixels to their positions in `pixels`."""
-        return [self.run(ref, pixels[position]) for position, ref in jobs]

@@ -98,7 +98,7 @@ from storage_formats.writing.publish import total_counts
 
 if TYPE_CHECKING:
     from edje_index.indexing.shard_encoding import ShardTask
-    from edje_index.inputs.helpers import Helpers
+    from edje_index.inputs.helpers import Helpers, Threads
 
 
 @dataclass(frozen=True)
@@ -840,34 +840,31 @@ class ShardWorker:
         from edje_index.bundles.info import read_bundle_info
         from edje_index.indexing.image_encoder import ImageEncoder, read_preprocessor
         from edje_index.indexing.shard_encoding import batches_in_memory
-        from edje_index.inputs.helpers import Helpers
+        from edje_index.inputs.helpers import Helpers, Threads
         from edje_index.inputs.preparation import Preparation
 
-        self._threads = settings.threads
+        threads = settings.threads
         if settings.is_cuda:
             share = usable_cpus() // (per_gpu * machine_gpus())
-            self._threads = min(max(1, share - 1), _MAX_HELPERS)
+            threads = min(max(1, share - 1), _MAX_HELPERS)
         if helpers is None:
-            helpers = self._threads
-        self._pools: queue.SimpleQueue[Helpers | None] = queue.SimpleQueue()
+            helpers = threads
+        self._pools: queue.SimpleQueue[Helpers | Threads] = queue.SimpleQueue()
         preprocess = read_preprocessor(read_bundle_info(bundle))
-        batches = batches_in_memory(settings.batch_size)
+        preparation = Preparation(settings.decoding, preprocess)
         inputs = settings.decoding.inputs_per_batch(settings.batch_size)
+        positions = batches_in_memory(settings.batch_size) * inputs
+        open_helpers = Helpers if helpers else Threads
         # The helpers start while the encoder is loaded.
         pools = [
-            Helpers(
-                helpers, Preparation(settings.decoding, preprocess), batches * inputs
-            )
-            if helpers
-            else None
+            open_helpers(helpers or threads, preparation, positions)
             for _ in range(at_once)
         ]
         self._encoder = ImageEncoder.open(
             bundle, device=device, threads=settings.threads, dtype=settings.dtype
         )
         for pool in pools:
-            if pool is not None:
-                self._encoder.pin(pool.pixels)
+            self._encoder.pin(pool.pixels)
             self._pools.put(pool)
 
     def __call__(
@@ -878,10 +875,9 @@ class ShardWorker:
     ) -> ShardReceipt:
         from edje_index.indexing.shard_encoding import encode_shard
 
-        task = replace(task, decode_threads=self._threads)
         pool = self._pools.get()
         try:
-            receipt = encode_shard(task, self._encoder, on_progress, should_stop, pool)
+            receipt = encode_shard(task, self._encoder, pool, on_progress, should_stop)
         finally:
             self._pools.put(pool)
         count_metrics(
@@ -898,6 +894,5 @@ class ShardWorker:
         """End the helper processes."""
         while not self._pools.empty():
             pool = self._pools.get()
-            if pool is not None:
-                self._encoder.unpin(pool.pixels)
-                pool.close()
+            self._encoder.unpin(pool.pixels)
+            pool.close()

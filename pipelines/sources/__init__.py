@@ -18,14 +18,14 @@ import re
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
 import pyarrow as pa
 
 from edje_index.inputs.containers import ARCHIVE_SUFFIXES, container_kind
 from edje_index.inputs.names import has_input_suffix
-from edje_index.inputs.preparation import Columns, Job, Preparation
+from edje_index.inputs.preparation import Preparation
 from edje_index.inputs.refs import InputRef
 from edje_index.inputs.tables import STANDARD_INPUT, TABLE_SUFFIXES
 from pipelines.progress.events import (
@@ -57,6 +57,9 @@ from storage_formats.remote.urls import (
     without_credentials,
 )
 from storage_formats.threads import ordered_map, usable_cpus
+
+if TYPE_CHECKING:
+    from edje_index.inputs.helpers import Helpers, Threads
 
 ACCEPTED = (
     f"a directory, an archive ({', '.join(ARCHIVE_SUFFIXES)}), a table of images or of"
@@ -196,33 +199,27 @@ def hashed(refs: Iterable[InputRef]) -> Iterator[InputRef]:
     An input that cannot be read gets a `problem`. An input that already has a content
     hash or a `problem` is not read.
     """
-    from edje_index.inputs.helpers import MESSAGE_INPUTS, Helpers
+    from edje_index.inputs.helpers import MESSAGE_INPUTS, Helpers, Threads
 
     preparation = Preparation()
-    pixels = np.empty((MESSAGE_INPUTS, 0), np.uint8)
     remaining = iter(refs)
     first = itertools.islice(remaining, _THREADED_INPUTS)
-    in_process = functools.partial(preparation.run_all, pixels)
-    yield from _hashed(first, in_process, 1, min(_MAX_THREADS, 2 * usable_cpus()))
+    count = min(_MAX_THREADS, 2 * usable_cpus())
+    yield from _hashed(first, Threads(count, preparation, 1), 1)
     for ref in remaining:
         with contextlib.closing(
             Helpers(usable_cpus(), preparation, MESSAGE_INPUTS)
         ) as helpers:
-            yield from _hashed(
-                itertools.chain([ref], remaining),
-                helpers.prepare,
-                MESSAGE_INPUTS,
-                helpers.count,
-            )
+            rest = itertools.chain([ref], remaining)
+            yield from _hashed(rest, helpers, MESSAGE_INPUTS)
 
 
 def _hashed(
-    refs: Iterable[InputRef],
-    prepare: Callable[[list[Job]], list[Columns]],
-    at_once: int,
-    threads: int,
+    refs: Iterable[InputRef], helpers: Helpers | Threads, at_once: int
 ) -> Iterator[InputRef]:
-    """See `hashed`. Each of `threads` threads calls `prepare` for `at_once` inputs."""
+    """See `hashed`. Several threads call `helpers.prepare`, each for `at_once`
+    inputs.
+    """
 
     def with_hashes(part: list[InputRef]) -> list[InputRef]:
         jobs = [
@@ -230,7 +227,7 @@ def _hashed(
             for job in enumerate(part)
             if job[1].problem is None and job[1].content_hash is None
         ]
-        for (position, ref), columns in zip(jobs, prepare(jobs), strict=True):
+        for (position, ref), columns in zip(jobs, helpers.prepare(jobs), strict=True):
             part[position] = dataclasses.replace(
                 ref,
                 size=columns.get("size", ref.size),
@@ -241,6 +238,7 @@ def _hashed(
 
     remaining = iter(refs)
     parts = iter(lambda: list(itertools.islice(remaining, at_once)), [])
+    threads = helpers.count
     for part in ordered_map(with_hashes, parts, threads, threads * _AHEAD):
         yield from part
 

@@ -109,7 +109,7 @@ def tasks(tmp_path):
     Directory(root).input_lists.mkdir(parents=True)
     write_input_lists(Directory(root), refs, spec.shard_size)
     return [
-        ShardTask(str(root), shard, spec, "plan", 1, DecodeSettings(), 1)
+        ShardTask(str(root), shard, spec, "plan", 1, DecodeSettings())
         for shard in range(4)
     ]
 

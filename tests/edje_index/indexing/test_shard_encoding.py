@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -23,12 +24,8 @@ from edje_index.images.transient import TransientInputError
 from edje_index.indexing import shard_encoding
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.indexing.kept_batches import kept_rows
-from edje_index.indexing.shard_encoding import (
-    ShardTask,
-    batches_in_memory,
-    encode_shard,
-)
-from edje_index.inputs.helpers import Helpers
+from edje_index.indexing.shard_encoding import ShardTask, batches_in_memory
+from edje_index.inputs.helpers import Helpers, Threads
 from edje_index.inputs.input_lists import write_input_lists
 from edje_index.inputs.preparation import DecodeSettings, Preparation
 from edje_index.inputs.refs import InputRef
@@ -88,9 +85,20 @@ def case(tmp_path):
         "plan",
         batch_size=3,
         decoding=DecodeSettings(),
-        decode_threads=2,
     )
     return task, refs
+
+
+def encode_shard(task, encoder, should_stop=lambda: False, helpers=0):
+    open_helpers = Helpers if helpers else Threads
+    preparation = Preparation(task.decoding, encoder.preprocess)
+    positions = batches_in_memory(task.batch_size) * task.batch_size
+    with contextlib.closing(
+        open_helpers(helpers or 2, preparation, positions)
+    ) as opened:
+        return shard_encoding.encode_shard(
+            task, encoder, opened, should_stop=should_stop
+        )
 
 
 def stored(task: ShardTask) -> tuple[np.ndarray, np.ndarray]:
@@ -119,7 +127,7 @@ class Stops:
 
 @pytest.mark.parametrize(("batch_size", "helpers"), [(1, 0), (2, 2), (3, 0)])
 def test_a_stopped_shard_goes_on_with_its_kept_batches(
-    case, encoder, monkeypatch, request, batch_size, helpers
+    case, encoder, monkeypatch, batch_size, helpers
 ):
     task = replace(case[0], batch_size=batch_size)
     encode_shard(task, encoder)
@@ -137,15 +145,9 @@ def test_a_stopped_shard_goes_on_with_its_kept_batches(
 
     monkeypatch.setattr(encoder, "encode", counted)
 
-    pool = None
-    if helpers:
-        preparation = Preparation(task.decoding, encoder.preprocess)
-        pool = Helpers(helpers, preparation, batches_in_memory(batch_size) * batch_size)
-        request.addfinalizer(pool.close)
-
     def run(should_stop):
         encoded.clear()
-        encode_shard(task, encoder, should_stop=should_stop, helpers=pool)
+        encode_shard(task, encoder, should_stop=should_stop, helpers=helpers)
 
     run(lambda: False)
     whole = [*encoded]
