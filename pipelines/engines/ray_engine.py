@@ -77,9 +77,6 @@ error.
 """
 
 _POLL_SECONDS = 0.5
-# While this process is paused (Ctrl-Z), it does not see the progress of the workers. At
-# most this much of such a pause counts as time without progress.
-_MAX_DELAY_SECONDS = 1.5
 # Largest number of requests for progress per second. A request takes about 0.4 ms of
 # CPU time.
 _QUESTIONS_PER_SECOND = 200
@@ -113,10 +110,6 @@ _PRIVATE_ENVIRONMENT = {
 }
 
 
-class RayDied(EdjeError):
-    """A process that the local Ray needs has ended during the run."""
-
-
 def run_on_ray(
     make_worker: WorkerFactory,
     tasks: Iterable[Task],
@@ -129,8 +122,6 @@ def run_on_ray(
     gpus: float = 0,
     address: str | None = None,
     lock: Path | None = None,
-    stall_seconds: float = STALL_SECONDS,
-    wait_seconds: float = NODE_WAIT_SECONDS,
 ) -> Generator[Any, None, None]:
     """Run every task in a Ray actor, and yield the results in the order in which the
     tasks end. See `run_inline` for the errors.
@@ -147,27 +138,37 @@ def run_on_ray(
         lock: lock file of the index, which contains the name of this process. Before
             its first task, each actor checks that its machine sees the same file under
             the same path, because the workers write to this index. None checks nothing.
-        stall_seconds: if a worker makes no progress for this number of seconds, it is
-            killed, and its task runs on another worker.
-        wait_seconds: if no node has room for a worker for this number of seconds, the
-            run ends with an error.
     """
-    with connected_ray(
-        address, workers=workers or 1, cpus=cpus, gpus=gpus, wait_seconds=wait_seconds
-    ) as cluster:
-        holder = None if lock is None else (lock, lock.read_bytes())
+    if lock is not None:
+        make_worker = functools.partial(
+            _worker_at, lock, lock.read_bytes(), make_worker
+        )
+    with connected_ray(address, workers=workers or 1, cpus=cpus, gpus=gpus) as cluster:
         # An actor has two threads: one runs a task, the other answers `exchange`.
         settings = {"num_cpus": cpus, "num_gpus": gpus, "max_concurrency": 2}
         actor_class = cluster.ray.remote(**settings)(EdjeWorker)
         run = _Run(
             cluster,
-            functools.partial(actor_class.remote, make_worker, holder),
+            functools.partial(actor_class.remote, make_worker),
             deque((task, 0) for task in tasks),
             on_progress=on_progress,
             on_event=on_event,
-            stall_seconds=stall_seconds,
         )
         yield from run.results(workers, should_stop)
+
+
+def _worker_at(lock: Path, content: bytes, make_worker: WorkerFactory) -> Worker:
+    """Return a worker, if this machine sees the file `lock` with `content`."""
+    seen = None
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        seen = lock.read_bytes()
+    if seen != content:
+        raise EdjeError(
+            f"the machine {socket.gethostname()} does not see the index directory"
+            f" {lock.parents[1]} of this job; put the index into a directory that all"
+            " machines share under the same path"
+        )
+    return make_worker()
 
 
 class EdjeWorker:
@@ -175,13 +176,8 @@ class EdjeWorker:
     the process of the actor after it.
     """
 
-    def __init__(
-        self,
-        make_worker: WorkerFactory,
-        holder: tuple[Path, bytes] | None,
-    ) -> None:
+    def __init__(self, make_worker: WorkerFactory) -> None:
         self._make_worker = make_worker
-        self._holder = holder
         self._worker: Worker | None = None
         self._progress: Any = None
         self._stop = threading.Event()
@@ -203,7 +199,6 @@ class EdjeWorker:
             EdjeError: the worker cannot start.
         """
         if self._worker is None:
-            self._check_directory()
             self._worker = build_worker(self._make_worker)
         self._progress = None
         with contextlib.suppress(TaskInterrupted):
@@ -221,25 +216,6 @@ class EdjeWorker:
     def _report(self, progress: Any) -> None:
         self._progress = progress
 
-    def _check_directory(self) -> None:
-        if self._holder is None:
-            return
-        lock, content = self._holder
-        try:
-            if lock.read_bytes() == content:
-                return
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except OSError as error:
-            raise EdjeError(
-                f"a worker could not start: {describe_error(error)}"
-            ) from error
-        raise EdjeError(
-            f"the machine {socket.gethostname()} does not see the index directory"
-            f" {lock.parents[1]} of this job; put the index into a directory that all"
-            " machines share under the same path"
-        )
-
 
 @dataclasses.dataclass
 class _Job:
@@ -251,8 +227,8 @@ class _Job:
         node: id of the node of the actor; empty until the actor has started.
         question: pending request for the progress of the task; None if there is none.
         progress: latest progress of the task.
-        stalled_seconds: seconds since `progress` last changed, not counting pauses of
-            this process.
+        stalled_seconds: seconds since `progress` last changed. While this process is
+            paused (Ctrl-Z), it does not see progress, so pauses do not count.
     """
 
     actor: Any
@@ -284,7 +260,6 @@ class _Run:
     waiting: deque[tuple[Task, int]]
     on_progress: OnProgress
     on_event: OnEvent
-    stall_seconds: float
     jobs: dict[Any, _Job] = dataclasses.field(default_factory=dict)
     waits_since: float = dataclasses.field(default_factory=time.monotonic)
     failed_starts: int = 0
@@ -307,7 +282,7 @@ class _Run:
                 self.waiting.clear()
             try:
                 self.cluster.refresh(self.on_event)
-            except RayDied:
+            except EdjeError:
                 # Ctrl-C is a signal to the whole process group, so it may end the local
                 # Ray, too. If a stop was requested, this is no error.
                 if should_stop():
@@ -321,10 +296,9 @@ class _Run:
                     yield from self._take(answer)
             # Ask rarely enough that this process is idle most of the time.
             pause = max(_POLL_SECONDS, len(self.jobs) / _QUESTIONS_PER_SECOND)
-            elapsed = time.monotonic() - asked_at
-            if elapsed >= pause:
+            if time.monotonic() - asked_at >= pause:
                 asked_at = time.monotonic()
-                self._ask(min(elapsed, pause + _MAX_DELAY_SECONDS))
+                self._ask(pause)
 
     def _adjust_actors(self, workers: int | None) -> None:
         """Start actors for waiting tasks, which Ray places as soon as there is room.
@@ -383,7 +357,7 @@ class _Run:
                 raise TaskFailedError(
                     f"{ATTEMPTS} worker processes died (killed, out of memory, or a"
                     " crash in native code) or made no progress for"
-                    f" {duration(self.stall_seconds)} while running this task",
+                    f" {duration(STALL_SECONDS)} while running this task",
                     job.task,
                 ) from error
             self._warn(
@@ -404,7 +378,7 @@ class _Run:
         requests. Kill an actor whose task made no progress for too long.
 
         Args:
-            seconds: time since the last call.
+            seconds: least time since the last call.
         """
         ray = self.cluster.ray
         for job in filter(lambda job: job.attempt, self.jobs.values()):
@@ -421,10 +395,10 @@ class _Run:
                 job.question = None
             if job.question is None:
                 job.question = job.actor.exchange.remote(self.stopping)
-            if job.stalled_seconds > self.stall_seconds:
+            if job.stalled_seconds > STALL_SECONDS:
                 job.stalled_seconds = 0.0
                 self._warn(
-                    f"a worker made no progress for {duration(self.stall_seconds)}"
+                    f"a worker made no progress for {duration(STALL_SECONDS)}"
                     f"{self.cluster.place(job.node)}"
                 )
                 ray.kill(job.actor)
@@ -443,8 +417,6 @@ class RayCluster:
         cpus: number of CPUs that each worker needs.
         gpus: number of GPUs that each worker needs.
         min_workers: number of workers that the job needs at least.
-        wait_seconds: if there is no room for `min_workers` workers for this number of
-            seconds, `refresh` raises an error.
         daemons: daemon processes of a local Ray; empty if this process joined a
             cluster.
 
@@ -456,7 +428,6 @@ class RayCluster:
     cpus: int
     gpus: float
     min_workers: int
-    wait_seconds: float
     daemons: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
@@ -495,9 +466,9 @@ class RayCluster:
         most every two seconds, and report each node that has joined or left.
 
         Raises:
-            RayDied: a process that the local Ray needs has ended. Ray itself notices
-                this after 15 to 60 seconds.
-            EdjeError: there has been no room for the workers for `wait_seconds`.
+            EdjeError: a process that the local Ray needs has ended, which Ray itself
+                notices after 15 to 60 seconds; or there has been no room for
+                `min_workers` workers for `NODE_WAIT_SECONDS`.
         """
         import psutil
 
@@ -508,7 +479,7 @@ class RayCluster:
                     name in ("raylet", "gcs_server")
                     and daemon.status() == psutil.STATUS_ZOMBIE
                 ):
-                    raise RayDied(
+                    raise EdjeError(
                         f"Ray ended during the run: its {name} process is gone"
                     )
         if self.daemons or time.monotonic() - self._read_at < _REFRESH_SECONDS:
@@ -526,9 +497,9 @@ class RayCluster:
             on_event(StatusMessage(message, is_warning=change == "left"))
         if self.room >= self.min_workers:
             self._had_room_at = time.monotonic()
-        elif time.monotonic() - self._had_room_at > self.wait_seconds:
+        elif time.monotonic() - self._had_room_at > NODE_WAIT_SECONDS:
             raise EdjeError(
-                f"for {duration(self.wait_seconds)}, the Ray cluster has had room for"
+                f"for {duration(NODE_WAIT_SECONDS)}, the Ray cluster has had room for"
                 f" only {self.room} of {counted(self.min_workers, 'worker')}; add"
                 " nodes to the cluster"
             )
@@ -555,7 +526,6 @@ def connected_ray(
     cpus: int,
     gpus: float,
     min_workers: int = 1,
-    wait_seconds: float,
 ) -> Iterator[RayCluster]:
     """Context manager that joins the cluster at `address`. If `address` is None, it
     starts a local Ray for `workers` workers.
@@ -568,7 +538,7 @@ def connected_ray(
         UsageError: the nodes of the cluster have no room for the workers.
     """
     check_ray(address)
-    settings = (cpus, gpus, min_workers, wait_seconds)
+    settings = (cpus, gpus, min_workers)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_environment({**_ENVIRONMENT, **os.environ}))
         if address is not None:
@@ -628,9 +598,7 @@ def best_device(address: str | None) -> Literal["cpu", "cuda"]:
     """
     gpus = cuda_devices()
     if address is not None and not gpus:
-        with connected_ray(
-            address, workers=1, cpus=1, gpus=0, wait_seconds=NODE_WAIT_SECONDS
-        ) as cluster:
+        with connected_ray(address, workers=1, cpus=1, gpus=0) as cluster:
             gpus = cluster.ray.cluster_resources().get("GPU", 0)
     return "cuda" if gpus else "cpu"
 

@@ -16,11 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipelines.engines.base import EngineUnavailableError, describe_error
-from pipelines.engines.ray_engine import (
-    NODE_WAIT_SECONDS,
-    best_device,
-    connected_ray,
-)
+from pipelines.engines.ray_engine import best_device, connected_ray
 from pipelines.progress.events import JobStopped, OnEvent
 from storage_formats.atomic import Json
 from storage_formats.errors import EdjeError, TaskInterrupted
@@ -58,7 +54,7 @@ def train_on_ray(
     Raises:
         JobStopped: `should_stop()` returned True. The last checkpoint then contains all
             finished steps. Also raised if the local Ray died, or if the cluster had no
-            room for all workers for `NODE_WAIT_SECONDS`. The last checkpoint may then
+            room for all workers for ten minutes. The last checkpoint may then
             lack the latest steps.
         UsageError: the cluster cannot run the requested number of workers at the same
             time.
@@ -87,7 +83,6 @@ def train_on_ray(
             cpus=cpus,
             gpus=gpus,
             min_workers=workers,
-            wait_seconds=NODE_WAIT_SECONDS,
         ) as cluster:
             fit.start()
             try:

@@ -21,7 +21,7 @@ WORKERS = {"inline": 1, "threads": usable_cpus(), "ray": 2}
 @pytest.fixture(scope="module")
 def local_ray():
     with ray_engine.connected_ray(
-        None, workers=WORKERS["ray"], cpus=1, gpus=0, wait_seconds=60
+        None, workers=WORKERS["ray"], cpus=1, gpus=0
     ) as cluster:
         yield cluster
 

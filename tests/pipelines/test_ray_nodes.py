@@ -18,9 +18,12 @@ pytestmark = pytest.mark.slow
 
 RUN = """
 import dataclasses, functools, json, sys
+from pipelines.engines import ray_engine
 from pipelines.engines.ray_engine import run_on_ray
 from tests.pipelines.engine_tasks import Job, run_jobs
 
+if len(sys.argv) > 5:
+    ray_engine.NODE_WAIT_SECONDS = int(sys.argv[5])
 run = functools.partial(run_on_ray, address=sys.argv[1], **json.loads(sys.argv[4]))
 jobs = [Job(*job) for job in json.loads(sys.argv[3])]
 show = lambda event: print(json.dumps(dataclasses.asdict(event)), flush=True)
@@ -38,6 +41,7 @@ def start(
     jobs: list,
     *,
     token: str | None = None,
+    wait_seconds: int | None = None,
     **options: int,
 ) -> subprocess.Popen:
     """Start a run. The cluster must have a node already, because a run without room
@@ -52,6 +56,7 @@ def start(
             str(folder),
             json.dumps(jobs),
             json.dumps(options),
+            *([] if wait_seconds is None else [str(wait_seconds)]),
         ],
         env={**nodes.environment, **({"RAY_AUTH_TOKEN": token} if token else {})},
         stdout=subprocess.PIPE,
@@ -142,8 +147,8 @@ def test_a_run_waits_for_a_node_only_so_long(nodes, tmp_path):
         items, err = end(run)
     assert run.returncode == 1
     assert (
-        "EdjeError: for 3s, the Ray cluster has had room for only 0 of 1 worker; add"
-        " nodes" in err
+        "EdjeError: for 0:00:03, the Ray cluster has had room for only 0 of 1 worker;"
+        " add nodes" in err
     )
     # Ray may notice only now that a node of another test is gone.
     assert (
