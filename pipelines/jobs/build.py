@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import pyarrow.compute as pc
-
 from edje_index.bundles.info import (
     BundleInfo,
     read_bundle_info,
@@ -595,7 +593,6 @@ def encoding(
         execution: the result of `choose_workers`.
         needs_one: True to raise an error if no input can be indexed.
     """
-    from edje_index.indexing.kept_batches import kept_rows
     from edje_index.indexing.shard_encoding import ShardTask
 
     layout = change.layout
@@ -709,7 +706,6 @@ def encoding(
             "ignored": plan.ignored,
         },
         check=check,
-        kept_rows=lambda: kept_rows(layout),
     )
 
 
@@ -769,10 +765,9 @@ def _undecoded(
             for suffix in RAW_SUFFIXES & ignored.keys()
         }
     )
-    undecoded = [each for each in receipts if not UNDECODED.isdisjoint(each.failed)]
     formats.update(
         row["detail"]
-        for row in failed_rows(layout, undecoded)
+        for row in failed_rows(layout, receipts)
         if row["reason"] in UNDECODED
     )
     return formats
@@ -782,23 +777,23 @@ def _failed_duplicates(layout: Layout, receipts: Sequence[ShardReceipt]) -> int:
     """Return the number of duplicates whose original has failed. Inputs of formats that
     are not decoded do not count as failed.
     """
-    failed: set[int] = set()
+    failed = {
+        row["row_id"]
+        for row in failed_rows(layout, receipts)
+        if row["reason"] not in UNDECODED
+    }
     duplicates = 0
-    # In row order, an original comes before its duplicates.
-    for shard in sorted(receipt.shard for receipt in receipts):
-        columns = ["row_id", "status", "reason", "duplicate_of"]
-        rows = read_staged_rows(layout, shard, columns)
-        lost = (pc.field("status") == FAILED) & ~pc.field("reason").isin(UNDECODED)
-        failed.update(rows.filter(lost)["row_id"].to_pylist())
+    for receipt in receipts:
+        rows = read_staged_rows(layout, receipt.shard, ["duplicate_of"])
         duplicates += sum(row in failed for row in rows["duplicate_of"].to_pylist())
     return duplicates
 
 
 def failed_rows(layout: Layout, receipts: Sequence[ShardReceipt]) -> Iterator[Json]:
-    """Yield the columns uri, reason and detail of the failed rows of written shards, in
+    """Yield the row id, uri, reason and detail of the failed rows of written shards, in
     row order.
     """
-    columns = ["uri", "reason", "detail", "status"]
+    columns = ["row_id", "uri", "reason", "detail", "status"]
     for shard in sorted(receipt.shard for receipt in receipts if receipt.failed):
         for row in read_staged_rows(layout, shard, columns).to_pylist():
             if row["status"] == FAILED:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from edje_index.indexing.kept_batches import kept_rows
 from edje_index.progress import ShardProgress
 from pipelines.engines.base import (
     Engine,
@@ -110,8 +111,6 @@ class ShardWork:
         described: further attributes of the event `PlanReady`, by name.
         check: function that is called after each finished shard with all receipts so
             far. It raises FailedInputsError to end the work.
-        kept_rows: function that returns the number of finished rows of unfinished
-            shards, with which a later run goes on.
     """
 
     activity: str
@@ -126,7 +125,6 @@ class ShardWork:
     target: Place | None = None
     described: Json = field(default_factory=dict)
     check: Callable[[Sequence[ShardReceipt]], None] = lambda receipts: None
-    kept_rows: Callable[[], int] = lambda: 0
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -569,7 +567,7 @@ def run_shards(
         )
         rows = sum(receipt.rows for receipt in receipts)
         with contextlib.suppress(OSError, EdjeError):
-            rows += work.kept_rows()
+            rows += kept_rows(target)
         raise JobStopped(
             f"{of_shard}{describe_error(error)}; {rows:,} of"
             f" {counted(work.rows, 'row')} are kept, {len(receipts):,} of"

@@ -167,12 +167,13 @@ def append_index(
         if plan is None:
             listing = Listing(settings.open_sources(), on_event, should_stop)
             listed = list(hash_and_mark_duplicates(listing))
-            keys_in_index = _known_keys(change.index, listed)
+            # An input that cannot be read has no content hash.
+            keys = [ref.content_hash or ref.uri for ref in listed]
+            known = _known_keys(change.index, keys)
             refs = [
                 ref
-                for ref in listed
-                if ref.duplicate_of is None
-                and (ref.content_hash or ref.uri) not in keys_in_index
+                for ref, key in zip(listed, keys, strict=True)
+                if ref.duplicate_of is None and key not in known
             ]
             duplicates = len(listed) - len(refs)
             if refs:
@@ -526,22 +527,16 @@ def add_images(
     )
 
 
-def _known_keys(index: CommittedIndex, refs: Iterable[InputRef]) -> set[str]:
-    """Return the content hashes of `refs` that are those of rows of `index`. An input
-    that cannot be read has no content hash: its uri is returned if the index has a
-    failed row with this uri.
+def _known_keys(index: CommittedIndex, keys: Iterable[str]) -> set[str]:
+    """Return those of `keys` that are the content hash of a row of `index`, or the uri
+    of a failed row.
     """
-    hashes = {ref.content_hash for ref in refs}
-    unread = {ref.uri for ref in refs if ref.content_hash is None}
-    columns = ["content_hash", *(["uri", "status"] if unread else [])]
+    wanted = pa.array(keys, pa.string())
     known = set[str]()
-    for table in iter_rows(index, columns):
-        of_rows = table["content_hash"]
-        is_known = pc.is_in(of_rows, pa.array(hashes - {None}, pa.string()))
-        known.update(of_rows.filter(is_known).to_pylist())
-        if unread:
-            failed = table.filter(pc.field("status") == FAILED)
-            known |= unread.intersection(failed["uri"].to_pylist())
+    for table in iter_rows(index, ["content_hash", "uri", "status"]):
+        failed = table.filter(pc.field("status") == FAILED)
+        for column in (table["content_hash"], failed["uri"]):
+            known.update(column.filter(pc.is_in(column, wanted)).to_pylist())
     return known
 
 
