@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import os
 import pickle
+import re
 import sqlite3
 import tempfile
 import time
@@ -23,7 +24,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -1023,9 +1023,28 @@ def compare_sources(
             "INSERT INTO inputs VALUES(NULL, ?, ?, ?, ?)",
             [name, content, row and row.row_id, pickle.dumps(ref)],
         )
+    own = {display_path(source.path) for source in sources}
+    # If all rows may vanish, the sources may be empty. Otherwise, rows of an empty
+    # source are not deleted, and neither are rows of an archive that lies beside
+    # images. Such an archive is not read, unless it is a source itself.
+    for source in sources if max_vanished < 1 else ():
+        if not source.inputs:
+            hidden.setdefault(display_path(source.path), "it lists no images")
+        for path in source.hidden.keys() - own:
+            hidden.setdefault(path, source.hidden[path])
+    # Numbers of rows with unlisted inputs, by the outermost hidden directory or archive
+    below = Counter[str]()
+
+    def unlist(row: _Row) -> None:
+        """Count a row whose own input is not listed any more."""
+        uri = row.name.split(b"\0")[0].decode()
+        ends = (match.start() for match in re.finditer("[/!]", uri))
+        containers = (uri[:end] for end in ends if uri[:end] in hidden)
+        below.update(itertools.islice(containers, 1))
 
     # If an input without a row has the content of a row that no input has matched, the
-    # image was moved: keep the row, and give it the new name.
+    # image was moved: keep the row, and give it the new name. If the directory of the
+    # row cannot be read, its own input may still be there.
     moved: dict[int, str] = {}
     for row in rows_where(_MAY_HAVE_MOVED):
         of_content = inputs.where("hash = ? AND row_id IS NULL", row.hash)
@@ -1033,6 +1052,7 @@ def compare_sources(
         named = (each for each in of_content if each[1].uri_raw is None)
         for position, ref, _ in itertools.islice(named, 1):
             mark(row, _KEPT)
+            unlist(row)
             compare_values(ref, row)
             moved[row.row_id] = ref.uri
             database.execute("DELETE FROM inputs WHERE position = ?", [position])
@@ -1068,7 +1088,6 @@ def compare_sources(
     new = 0
     changed = array("q")
     source_values: dict[int, str | None] = {}
-    cut_off = array("q")
     repeated = replaced = lost = retried = 0
     for position, ref, row_id in inputs.where("TRUE"):
         content = _digest(ref.content_hash)
@@ -1080,10 +1099,9 @@ def compare_sources(
             # A row is lost if its input cannot be read and thus has no content hash.
             lost += content is None
             # If an archive is cut off, its listing ends with one input that has the
-            # problem of the archive. Check the row of this input below, together with
-            # the vanished rows.
+            # problem of the archive.
             if ref.problem in _HIDES_OTHERS and row.failed_for is None:
-                cut_off.append(row.row_id)
+                unlist(row)
             if ref.problem == "unreadable" and row.failed_for is None:
                 raise EdjeError(
                     f"cannot read {ref.uri}, which is row {row.row_id} of the index;"
@@ -1117,23 +1135,18 @@ def compare_sources(
                     [pickle.dumps(ref), position],
                 )
         new += 1
-    vanished = array("q")
+    vanished = 0
     for row in rows_where(f"state = {_FREE}"):
-        vanished.append(row.row_id)
+        unlist(row)
+        vanished += 1
         replaced += row.has_tokens
-    own = {display_path(source.path) for source in sources}
-    # If all rows may vanish, the sources may be empty. Otherwise, rows of an empty
-    # source are not deleted, and neither are rows of an archive that lies beside
-    # images. Such an archive is not read, unless it is a source itself.
-    for source in sources if max_vanished < 1 else ():
-        if not source.inputs:
-            hidden.setdefault(display_path(source.path), "it lists no images")
-        for path in source.hidden.keys() - own:
-            hidden.setdefault(path, source.hidden[path])
-    # A row was not moved out of a directory that cannot be read: its input may still be
-    # there.
-    _refuse_hidden_rows(index, hidden, vanished + cut_off + array("q", moved))
-    lost += len(vanished)
+    lost += vanished
+    for container, number in below.items():
+        raise EdjeError(
+            f"cannot compare {container} with the index ({hidden[container]}). The"
+            f" index has {counted(number, 'row')} from {container}; check that it is"
+            " mounted and readable. The index is unchanged"
+        )
     if lost > max_vanished * rows + 1e-6:
         raise EdjeError(
             f"the inputs of {lost:,} of {counted(rows, 'row')} no longer exist, more"
@@ -1153,7 +1166,7 @@ def compare_sources(
         retried,
         source_values,
         moved,
-        len(vanished),
+        vanished,
         array("q", (row.row_id for row in rows_where(f"state != {_KEPT}"))),
         stay_deleted,
         _given_values(index, database),
@@ -1182,31 +1195,3 @@ def _given_values(
             row_id: {**dict.fromkeys(columns), **pickle.loads(given)}
             for row_id, given in part
         }
-
-
-def _refuse_hidden_rows(
-    index: CommittedIndex,
-    hidden: Mapping[str, str],
-    lost: Sequence[int],
-) -> None:
-    """Raise EdjeError if rows have lost their inputs because a directory or archive is
-    empty or cannot be read.
-
-    Args:
-        hidden: problem of each such directory or archive, by path.
-        lost: ids of the rows whose inputs are no longer listed, or are listed in place
-            of the cut-off end of an archive.
-    """
-    below: Counter[str] = Counter()
-    for table in iter_rows(index, ["row_id", "uri"]) if hidden and len(lost) else ():
-        is_lost = np.isin(table["row_id"].to_numpy(), lost)
-        for uri in table["uri"].filter(pa.array(is_lost)).to_pylist():
-            ends = (position for position, letter in enumerate(uri) if letter in "/!")
-            # Count the row for the outermost directory or archive that contains it.
-            below.update([uri[:end] for end in ends if uri[:end] in hidden][:1])
-    for container, rows in below.items():
-        raise EdjeError(
-            f"cannot compare {container} with the index ({hidden[container]}). The"
-            f" index has {counted(rows, 'row')} from {container}; check that it is"
-            " mounted and readable. The index is unchanged"
-        )
