@@ -94,7 +94,10 @@ class Threads:
     def __init__(self, count: int, preparation: Preparation, positions: int) -> None:
         self.count = count
         self._preparation = preparation
-        self.pixels = np.empty((positions, *preparation.shape), np.uint8)
+        size = positions * math.prod(preparation.shape)
+        # A GPU pins whole pages, so the memory shares no page with other objects.
+        memory = np.frombuffer(mmap.mmap(-1, max(1, size)), np.uint8)[:size]
+        self.pixels = memory.reshape(positions, *preparation.shape)
         self._remote_threads = ThreadPoolExecutor(REMOTE_THREADS, "edje-read")
 
     def close(self) -> None:
