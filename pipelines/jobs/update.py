@@ -169,7 +169,8 @@ def append_index(
             listed = list(hash_and_mark_duplicates(listing))
             # An input that cannot be read has no content hash.
             keys = [ref.content_hash or ref.uri for ref in listed]
-            known = _known_keys(change.index, keys)
+            all_read = all(ref.content_hash for ref in listed)
+            known = _known_keys(change.index, keys, with_failed=not all_read)
             refs = [
                 ref
                 for ref, key in zip(listed, keys, strict=True)
@@ -527,15 +528,20 @@ def add_images(
     )
 
 
-def _known_keys(index: CommittedIndex, keys: Iterable[str]) -> set[str]:
-    """Return those of `keys` that are the content hash of a row of `index`, or the uri
-    of a failed row.
+def _known_keys(
+    index: CommittedIndex, keys: Iterable[str], *, with_failed: bool
+) -> set[str]:
+    """Return those of `keys` that are the content hash of a row of `index` or, if
+    `with_failed` is true, the uri of a failed row.
     """
     wanted = pa.array(keys, pa.string())
     known = set[str]()
-    for table in iter_rows(index, ["content_hash", "uri", "status"]):
-        failed = table.filter(pc.field("status") == FAILED)
-        for column in (table["content_hash"], failed["uri"]):
+    columns = ["content_hash", *(["uri", "status"] if with_failed else [])]
+    for table in iter_rows(index, columns):
+        candidates = [table["content_hash"]]
+        if with_failed:
+            candidates.append(table.filter(pc.field("status") == FAILED)["uri"])
+        for column in candidates:
             known.update(column.filter(pc.is_in(column, wanted)).to_pylist())
     return known
 
