@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from edje_index.inputs.json_lines import text_lines
 from edje_index.inputs.ranges import POINTERS
@@ -116,5 +117,18 @@ def parse_sidecars(contents: Mapping[str, bytes | None]) -> tuple[Json, list[str
         if content is None or data.startswith(POINTERS) or not isinstance(parsed, dict):
             unreadable.append(suffix)
         else:
-            values = {**parsed, **values}
+            values = filled(values, parsed)
     return values, unreadable
+
+
+def filled(values: Mapping[Any, Any], others: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return `values`, with each missing value taken from `others`. A value is missing
+    if it is null, NaN, an empty text or an empty list.
+    """
+    given = {
+        name: value
+        for name, value in values.items()
+        # NaN differs from itself. pandas writes it in place of null.
+        if value not in (None, "", []) and value == value
+    }
+    return {**values, **others, **given}

@@ -22,7 +22,12 @@ from edje_index.images.transient import (
     transient_error,
 )
 from edje_index.inputs.containers import split_uri
-from edje_index.inputs.names import has_input_suffix, is_litter, parse_sidecars
+from edje_index.inputs.names import (
+    filled,
+    has_input_suffix,
+    is_litter,
+    parse_sidecars,
+)
 from edje_index.inputs.ranges import PointerError
 from edje_index.inputs.refs import InputRef, display_path
 from edje_index.inputs.tables import STANDARD_INPUT, UNREADABLE
@@ -165,10 +170,15 @@ class Source(ABC):
         sidecar_values, unreadable = parse_sidecars(contents)
         if unreadable:
             self.ignored.count(UNREADABLE, len(unreadable))
-        metadata = source_values({**values, **sidecar_values}, self.ignored)
+        # Each side is cleaned before they are merged, so that a value that cannot be
+        # stored does not replace one that can.
+        metadata = filled(
+            source_values(sidecar_values, self.ignored) or {},
+            source_values(values, self.ignored) or {},
+        )
         if self.ignored.get(UNREADABLE, 0) > damaged:
             self.unread.add(uri)
-        return metadata
+        return metadata or None
 
     def _path_in_source(self, uri: str) -> str:
         """Return the path of an input that patterns are compared with. The path is

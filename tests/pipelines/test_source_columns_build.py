@@ -341,6 +341,23 @@ def test_files_beside_images_as_img2dataset_writes_them(tmp_path):
     assert ignored == {"(unreadable metadata)": 3, ".txt": 1, "(hidden)": 1}
 
 
+def test_an_empty_value_of_a_file_replaces_no_other(tmp_path):
+    write_photo(tmp_path / "0.jpg", 0)
+    listed = {"text": "a dog", "url": "", "place": "Bern", "year": 2024, "kind": None}
+    write_lines(tmp_path / "metadata.jsonl", [{"file_name": "0.jpg", **listed}])
+    info = '{"captions": null, "text": "", "place": [], "year": NaN, "kind": ""}'
+    (tmp_path / "0.json").write_text(info)
+    refs, _ = scan(tmp_path)
+    expected = {**listed, "kind": ""}
+    assert [ref.metadata for ref in refs] == [expected]
+    (tmp_path / "0.txt").write_text("a cat\n")
+    refs, _ = scan(tmp_path)
+    assert [ref.metadata for ref in refs] == [{**expected, "captions": ["a cat"]}]
+    (tmp_path / "0.json").write_text('{"captions": ["a bird"]}')
+    (ref,) = scan(tmp_path)[0]
+    assert ref.metadata["captions"] == ["a bird"]
+
+
 def test_values_of_a_parquet_list(tmp_path):
     when = datetime.datetime(2024, 5, 6, 7, 8, 9, 123456)
     table = pa.table(
