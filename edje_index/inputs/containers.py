@@ -214,13 +214,15 @@ class ParquetImages:
             metadata.row_group(group).num_rows
             for group in range(metadata.num_row_groups)
         )
-        *self._group_starts, _ = itertools.accumulate(sizes, initial=0)
+        *self._group_starts, self._rows = itertools.accumulate(sizes, initial=0)
         # A row group can only be read forward. Threads that read rows in order may be
         # in two groups. The file is read by one thread at a time.
         self._windows: dict[int, StreamWindow] = {}
         self._lock = threading.Lock()
 
     def read(self, offset: int, size: int) -> bytes:
+        if offset >= self._rows:
+            raise ImageError("changed-since-plan", f"the file has no row {offset}")
         group = bisect.bisect_right(self._group_starts, offset) - 1
         row = offset - self._group_starts[group]
         with self._lock:

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edje_index.images.decode import REASONS, ImageError
-from edje_index.inputs.containers import ParquetImages
+from edje_index.inputs.containers import PARQUET, Container, ParquetImages
 from edje_index.inputs.ranges import open_ranged
-from edje_index.inputs.refs import read_bytes
+from edje_index.inputs.refs import InputRef, read_bytes
 from pipelines.sources import open_source, open_sources
 from storage_formats.errors import UsageError
 
@@ -128,6 +128,19 @@ def test_sounds_are_no_images_and_labels_have_names(tmp_path):
     labels = [(ref.metadata or {}).get("label") for ref in source.iter_inputs()]
     assert labels == ["cat", "dog", None, None, "dog", *["cat"] * 5]
     assert source.ignored == {"(binary column)": 1}
+
+
+@pytest.mark.parametrize("rows", [None, 0, 4])
+def test_a_file_that_was_replaced_by_a_shorter_one(tmp_path, rows):
+    path = tmp_path / "a.parquet"
+    schema = pa.schema({"jpg": pa.binary()})
+    with pq.ParquetWriter(path, schema) as writer:
+        if rows is not None:
+            writer.write_table(pa.table({"jpg": PHOTOS[:rows]}, schema))
+    container = Container(PARQUET, path.stat().st_size, "jpg")
+    ref = InputRef("a.parquet!jpg/4", bytes(path), container, 4)
+    with pytest.raises(ImageError, match="changed-since-plan"):
+        read_bytes(ref)
 
 
 def test_a_damaged_row_group_fails_its_rows_only(tmp_path):
