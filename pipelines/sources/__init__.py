@@ -68,7 +68,7 @@ ACCEPTED = (
     " 'shards/*.tar'"
 )
 MAX_EXPANSIONS = 100_000
-_BRACES = re.compile(r"\{(?:(\d{1,18})\.\.(\d{1,18})|([^{}]*,[^{}]*))\}")
+_BRACES = re.compile(r"\{(?:(-?\d{1,18})\.\.(-?\d{1,18})|([^{}]*,[^{}]*))\}")
 _MAX_THREADS = 8
 # number of calls per thread that hash inputs ahead of the caller
 _AHEAD = 4
@@ -423,21 +423,25 @@ def _matches(pattern: str) -> list[str]:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Return all names that `pattern` expands to, in order. Braces are as in
+    """Return all names that `pattern` expands to, in order. Braces are as in shells and
     WebDataset, for example `{0000..0127}` or `{train,val}`.
 
-    The numbers of a range are padded with zeros to the width of its first bound.
+    A range can count down. If a bound of a range has a leading zero, such as `01`, all
+    numbers of the range are padded with zeros to the width of the longer bound.
     """
     braces = _BRACES.search(pattern)
     if braces is None:
         return [pattern]
-    first, last, listed = braces.groups()
-    if listed is None:
-        start, stop = sorted([int(first), int(last)])
-        numbers = range(start, stop + 1)[: MAX_EXPANSIONS + 1]
-        choices = [f"{number:0{len(first)}d}" for number in numbers]
+    if braces[3] is not None:
+        choices = braces[3].split(",")
     else:
-        choices = listed.split(",")
+        start = int(braces[1])
+        stop = int(braces[2])
+        is_padded = any(re.match(r"-?0\d", bound) for bound in braces.groups()[:2])
+        width = max(len(braces[1]), len(braces[2])) if is_padded else 0
+        step = 1 if stop >= start else -1
+        numbers = range(start, stop + step, step)[: MAX_EXPANSIONS + 1]
+        choices = [f"{number:0{width}d}" for number in numbers]
     ends = expand_braces(pattern[braces.end() :])
     if len(choices) * len(ends) > MAX_EXPANSIONS:
         raise SourceError(
