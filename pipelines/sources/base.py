@@ -4,6 +4,7 @@ inputs, and inputs that are whole files.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -53,7 +54,7 @@ _URL = re.compile(
 
 
 class Patterns:
-    """Patterns in the syntax of .gitignore that select the inputs to use.
+    """Patterns in the syntax of .gitignore that select the inputs to use. Thread-safe.
 
     Args:
         include: only inputs that match are used; empty for all.
@@ -98,11 +99,11 @@ class Patterns:
         """Return True if the input with this path in its source is used."""
         if not self:
             return True
-        self.unmatched = [
-            pattern
-            for pattern in self.unmatched
-            if not self._single[pattern].match_file(path)
-        ]
+        for pattern in list(self.unmatched):
+            if self._single[pattern].match_file(path):
+                # Another thread may have removed it.
+                with contextlib.suppress(ValueError):
+                    self.unmatched.remove(pattern)
         is_included = self._include is None or self._include.match_file(path)
         return bool(is_included and not self._exclude.match_file(path))
 

@@ -9,8 +9,8 @@ import contextlib
 import errno
 import functools
 import os
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,10 @@ from storage_formats.threads import ordered_map
 _FILES_AT_ONCE = 16
 # threads that list archives, and archives that are listed ahead
 _PACKED_AT_ONCE = (8, 8)
+# device and inode: the same for every path to a file or directory
+_FileId = tuple[int, int]
 # name of an input -> suffix of a metadata file -> name of the metadata file
 _Sidecars = dict[bytes, dict[str, bytes]]
-
 
 _LITTER = "(thumbnails, trash)"
 _NO_IMAGE = "(row without an image)"
@@ -84,20 +85,20 @@ class _Directory:
     """The contents of a directory.
 
     Attributes:
-        real: `path` without symbolic links.
         files: sizes of the files in bytes, by name. The size of a local file is None.
         links: names of the symbolic links to files, and of broken links with the suffix
             of an input.
         directories: names of the subdirectories.
         linked_directories: names of the symbolic links to directories.
+        earlier: paths under which the same directory was listed before.
     """
 
     path: bytes
-    real: bytes
     files: dict[bytes, int | None] = field(default_factory=dict)
     links: set[bytes] = field(default_factory=set)
     directories: set[bytes] = field(default_factory=set)
     linked_directories: set[bytes] = field(default_factory=set)
+    earlier: list[bytes] = field(default_factory=list)
 
 
 @dataclass
@@ -107,10 +108,10 @@ class TreeSource(Source):
 
     In each directory, the files come first and the subdirectories follow, both sorted
     by the bytes of their names. Symbolic links are followed. Links to directories are
-    read last, after the whole tree. If several paths lead to one file, only one is
-    used: the path without links if the patterns select it, or else the first path that
-    they select. Of a repository in the cache of the Hugging Face Hub, the names in
-    `snapshots` are used. Hidden files and directories are ignored.
+    read last, after the whole tree. If several paths lead to one file, only the first
+    path is used that the patterns select. Of a repository in the cache of the Hugging
+    Face Hub, the names in `snapshots` are used. Hidden files and directories are
+    ignored.
 
     The files NAME.json and NAME.txt contain the metadata of the image NAME.jpg. A table
     metadata.jsonl or metadata.csv contains the metadata of the images that its column
@@ -141,16 +142,14 @@ class TreeSource(Source):
             is_archive = container_kind(name) is not None
             yield from self._members() if is_archive else [file_input(self.path)]
             return
-        self._real_root = os.path.realpath(self.path)
-        # path of a directory, archive or Parquet file, without links -> number of paths
-        # under which it was read
-        self._reads = Counter[bytes]()
-        # uris, without links in them, of the inputs that were used through a link
-        self._linked: set[str] = set()
-        # directories `blobs` of caches of the Hub, without links
-        self._blobs: set[bytes] = set()
+        # paths of each directory, archive and Parquet file that was read
+        self._visited: dict[_FileId, list[bytes]] = {}
+        # directory -> names of its files that were used through a link
+        self._linked: dict[_FileId, set[bytes]] = {}
         # path of a photo in a metadata table, without links -> its values
         self._listed: dict[bytes, dict[Any, Any]] = {}
+        # paths in `_listed` at which no file has been found so far
+        self._without_file: set[bytes] = set()
         # directories whose metadata table is damaged
         self._damaged: list[bytes] = []
         pending = [self.path.rstrip(b"/") if is_url(self.path) else self.path]
@@ -171,14 +170,14 @@ class TreeSource(Source):
                 os.path.join(path, name)
                 for name in sorted(directory.linked_directories)
             ]
-        if self._listed:
-            self.ignored.count("(metadata without a file)", len(self._listed))
+        if self._without_file:
+            self.ignored.count("(metadata without a file)", len(self._without_file))
 
     def _list(self, path: bytes) -> _Directory:
         """Return the contents of a directory or URL. The result is empty for a
         directory that has been read before and for the directory of an index.
         """
-        directory = _Directory(path, path)
+        directory = _Directory(path)
         if is_url(path):
             contents = list_remote_folder(os.fsdecode(path))
             if contents is None:
@@ -212,7 +211,6 @@ class TreeSource(Source):
         # no file has its name.
         if directory.directories >= _HUB_CACHE:
             directory.directories.remove(b"blobs")
-            self._blobs.add(os.path.join(directory.real, b"blobs"))
             self.ignored.count("(folder seen)")
         is_index = (
             b"index.json" in directory.files
@@ -224,17 +222,20 @@ class TreeSource(Source):
             and Layout(Path(os.fsdecode(path))).lock.exists()
         ):
             self.ignored.count("(index)")
-            return _Directory(path, path)
+            # Links can lead to images in the directory.
+            if not is_url(path):
+                self._visited[_file_id(path)].remove(path)
+            return _Directory(path)
         return directory
 
     def _scan(self, directory: _Directory) -> None:
         """Add the contents of a local directory, unless it has been read before."""
         with os.scandir(directory.path) as listing:
-            real = self._enter(directory.path)
-            if real is None:
+            earlier = self._earlier_paths(directory.path)
+            if earlier is None:
                 self.ignored.count("(folder seen)")
                 return
-            directory.real = real
+            directory.earlier = earlier
             for entry in listing:
                 if entry.is_file(follow_symlinks=False):
                     directory.files[entry.name] = None
@@ -286,24 +287,23 @@ class TreeSource(Source):
         )
         yield from (ref for ref in refs if ref is not None)
         sources: list[Source] = []
-        # path of each archive that is read -> the path without links
-        homes: dict[bytes, bytes] = {}
+        # the earlier paths of each archive
+        earlier: dict[bytes, list[bytes] | None] = {}
         for path in (os.path.join(directory.path, name) for name in packed):
-            home = path if is_server else self._enter(path)
-            if home is None:
+            try:
+                earlier[path] = [] if is_server else self._earlier_paths(path)
+            except OSError as error:
+                yield InputRef(display_path(path), path, problem=problem_of(error))
+                continue
+            if earlier[path] is None:
                 self.ignored.count("(link seen)")
                 continue
-            homes[path] = home
             source = packed_source(os.fsdecode(path), self.column, clips=self.clips)
             source.unread = self.unread
             sources.append(source)
         for ref in scan_ahead(sources):
-            home = homes.get(ref.path)
-            if (
-                self.patterns
-                and home is not None
-                and self._is_seen(ref.path, home, ref.uri)
-            ):
+            member = ref.uri.removeprefix(display_path(ref.path))
+            if self._is_used(member, earlier.get(ref.path) or ()):
                 self.ignored.count("(link seen)")
             else:
                 yield ref
@@ -322,16 +322,18 @@ class TreeSource(Source):
         """
         path = os.path.join(directory.path, name)
         uri = display_path(path)
-        real = os.path.join(directory.real, name)
-        if name in directory.links:
-            real = os.path.realpath(path)
         size = directory.files.get(name)
         try:
             key = ignored_as(name, lambda: read_head(path, size), clips=self.clips)
             if key is not None:
                 self.ignored.count(key, 1 + len(sidecars.get(name, ())))
                 return None
-            if not is_url(path) and self._is_seen(path, real, uri):
+            real = os.path.realpath(path) if self._listed else path
+            self._without_file.discard(real)
+            if not self._is_selected(uri):
+                self.ignored.count("(excluded)")
+                return None
+            if self._is_repeated(directory, name):
                 self.ignored.count("(link seen)")
                 return None
         except (OSError, EOFError) as error:
@@ -377,9 +379,8 @@ class TreeSource(Source):
             listed = str(entry.image or "").replace("\\", "/")
             photo = listed_input(os.path.normpath(listed), directory.path)
             if photo is not None:
-                real = photo.path
-                if not is_url(real):
-                    real = os.path.realpath(real)
+                real = os.path.realpath(photo.path)
+                self._without_file.add(real)
                 first = self._listed.setdefault(real, values)
                 if first is not values:
                     add_captions(first, values)
@@ -424,46 +425,49 @@ class TreeSource(Source):
             refs.append(lost_file(self, error))
         yield from refs
 
-    def _enter(self, path: bytes) -> bytes | None:
-        """Return the path of a directory or an archive without links. Return None if it
-        need not be read again.
+    def _is_selected(self, uri: str) -> bool:
+        return self.patterns.select(self._path_in_source(uri))
+
+    def _earlier_paths(self, path: bytes) -> list[bytes] | None:
+        """Return the paths under which a directory or an archive was read before, and
+        record `path`. Return None if it need not be read again.
 
         It is read again if there are patterns, because they may select other inputs
         under each path.
         """
-        real = os.path.realpath(path)
-        self._reads[real] += 1
-        is_read = self._reads[real] <= (_MAX_PATHS if self.patterns else 1)
-        return real if is_read else None
+        paths = self._visited.setdefault(_file_id(path), [])
+        is_loop = any(path.startswith(os.path.join(other, b"")) for other in paths)
+        if paths and (not self.patterns or is_loop or len(paths) == _MAX_PATHS):
+            return None
+        paths.append(path)
+        return paths[:-1]
 
-    def _is_seen(self, path: bytes, real: bytes, uri: str) -> bool:
-        """Return True if an input is used under another path, too. If it is used
-        through a link, record it.
+    def _is_used(self, name: str, paths: Iterable[bytes]) -> bool:
+        """Return True if the input with this name is selected under one of `paths`."""
+        return any(self._is_selected(display_path(path) + name) for path in paths)
 
-        Args:
-            path: path of the file or archive.
-            real: `path` without links.
-            uri: the uri of the input.
+    def _is_repeated(self, directory: _Directory, name: bytes) -> bool:
+        """Return True if a file is used under another path, too. If `name` is a link,
+        record its target as used.
         """
-        is_linked = path != self.path + real.removeprefix(self._real_root)
-        if not is_linked or not self._is_selected(uri) or not os.path.exists(real):
+        if name not in directory.links:
+            if self._linked and name in self._linked.get(_file_id(directory.path), ()):
+                return True
+            return self._is_used(f"/{display_path(name)}", directory.earlier)
+        path = os.path.join(directory.path, name)
+        if not os.path.isfile(path):
             return False
-        below = os.path.relpath(real, self._real_root)
-        member = uri.removeprefix(display_path(path))
-        # A path outside the source begins with b"..".
-        is_outside = below.startswith(b"..")
-        is_listed = not is_outside and os.path.dirname(real) not in self._blobs
-        if is_listed:
-            key = ignored_as(below, lambda: read_head(real), clips=self.clips)
-            is_listed = key is None or (bool(member) and key != "(hidden)")
-        place = display_path(os.path.join(self.path, below)) + member
-        if place in self._linked or (is_listed and self._is_selected(place)):
+        target_directory, target = os.path.split(os.path.realpath(path))
+        home = _file_id(target_directory)
+        if (
+            self._is_used(f"/{display_path(target)}", self._visited.get(home, ()))
+            and ignored_as(target, lambda: read_head(path), clips=self.clips) is None
+        ):
             return True
-        self._linked.add(place)
-        return False
-
-    def _is_selected(self, uri: str) -> bool:
-        return self.patterns.select(self._path_in_source(uri))
+        used = self._linked.setdefault(home, set())
+        is_repeated = target in used
+        used.add(target)
+        return is_repeated
 
 
 @dataclass
@@ -549,6 +553,11 @@ def _read_sidecar(path: bytes) -> bytes | None:
     except OSError as error:
         problem_of(error)
         return None
+
+
+def _file_id(path: bytes) -> _FileId:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
 
 
 def packed_source(

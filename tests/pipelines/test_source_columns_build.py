@@ -22,6 +22,7 @@ from edje_index.inputs.refs import InputRef, read_bytes
 from pipelines.jobs.plan import CollectedInputs
 from pipelines.progress.events import ignore, never
 from pipelines.sources import Listing, open_sources
+from pipelines.sources.base import Patterns
 from storage_formats import Manifest, UsageError, read_rows, verify_index
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.source_columns import MAX_COLUMNS
@@ -200,10 +201,8 @@ def test_captions_behind_links_as_in_the_cache_of_the_hub(tmp_path):
     folder = tmp_path / "snapshots/main"
     folder.mkdir(parents=True)
     for number in range(2):
-        write_photo(tmp_path / "photo.jpg", number)
-        blobs.mkdir(exist_ok=True)
-        (tmp_path / "photo.jpg").rename(blobs / f"{number}ef")
-        (folder / f"{number}.jpg").symlink_to(f"../../blobs/{number}ef")
+        write_photo(blobs / f"{number}.jpg", number)
+        (folder / f"{number}.jpg").symlink_to(f"../../blobs/{number}.jpg")
     (blobs / "12ab").write_text("a dog")
     (blobs / "34cd").write_text("file_name,text\n1.jpg,a cat\n")
     (folder / "0.txt").symlink_to("../../blobs/12ab")
@@ -230,8 +229,31 @@ def test_a_table_names_photos_through_links(tmp_path):
     write_lines(tmp_path / "metadata.jsonl", records)
     refs, ignored = scan(tmp_path)
     texts = {os.path.basename(ref.uri): ref.metadata["text"] for ref in refs}
-    assert texts == {"1.jpg": "a cat", "0.jpg": "a dog"}
+    assert texts == {"one.jpg": "a cat", "0.jpg": "a dog"}
     assert "(metadata without a file)" not in ignored
+
+
+def test_captions_stay_whatever_paths_lead_to_a_photo(tmp_path):
+    write_photo(tmp_path / "z/0.jpg", 0)
+    write_photo(tmp_path / "z/1.jpg", 1)
+    (tmp_path / "album").mkdir()
+    (tmp_path / "album/a.jpg").symlink_to("../z/0.jpg")
+    (tmp_path / "album/a.txt").write_text("a dog")
+    (tmp_path / "album/b.jpg").symlink_to("../z/1.jpg")
+    write_lines(tmp_path / "metadata.jsonl", [{"file_name": "z/1.jpg", "text": "cat"}])
+    (source,) = open_sources([str(tmp_path)])
+    refs = list(source.iter_inputs())
+    assert [(os.path.basename(ref.uri), ref.metadata) for ref in refs] == [
+        ("a.jpg", {"captions": ["a dog"]}),
+        ("b.jpg", {"text": "cat"}),
+    ]
+    source.patterns = Patterns(exclude=["b.jpg"])
+    refs = list(source.iter_inputs())
+    assert [(os.path.basename(ref.uri), ref.metadata) for ref in refs] == [
+        ("a.jpg", {"captions": ["a dog"]}),
+        ("1.jpg", {"text": "cat"}),
+    ]
+    assert source.ignored == {"(link seen)": 1, "(excluded)": 1}
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4743512\n"

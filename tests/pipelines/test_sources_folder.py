@@ -118,8 +118,26 @@ TREES = {
     "links to an image without a suffix": (
         "b/IMG a.jpg>b/IMG b/c.jpg>IMG d.jpg>e/IMG e/IMG",
         {"exclude": ["/e/"]},
-        "d.jpg b/IMG",
+        "a.jpg d.jpg",
         {"(link seen)": 2, "(excluded)": 1},
+    ),
+    "a link to an archive that is ignored": (
+        "all/0.jpg all/a.tar packed/b.tar>../all/a.tar",
+        {"exclude": ["*.png"]},
+        "all/0.jpg packed/b.tar!0.jpg",
+        {".tar": 1},
+    ),
+    "a link into an index": (
+        "a.jpg>z/0.jpg z/0.jpg z/index.json z/manifest/0 z/rows/0 z/tokens/0",
+        {},
+        "a.jpg",
+        {"(index)": 1},
+    ),
+    "a link into an index that is read first": (
+        "a/0.jpg a/index.json a/manifest/0 a/rows/0 a/tokens/0 z/0.jpg>../a/0.jpg",
+        {},
+        "z/0.jpg",
+        {"(index)": 1},
     ),
     "files of other programs": (
         "@eaDir/a.jpg/SYNOPHOTO_THUMB_M.jpg #recycle/a.jpg trip/__MACOSX/._a.jpg"
@@ -160,6 +178,9 @@ def test_a_tree_gives_rows(tmp_path, tree):
         path.parent.mkdir(parents=True, exist_ok=True)
         if target:
             path.symlink_to(target)
+        elif name.endswith(".tar"):
+            with tarfile.open(path, "w") as archive:
+                archive.add(path.parent / "0.jpg", "0.jpg")
         else:
             path.write_bytes(b"text" if name.endswith((".txt", "noise")) else JPEG)
     source = open_source(str(tmp_path))
