@@ -26,7 +26,6 @@ import pyarrow as pa
 from edje_index.images.decode import ImageError
 from edje_index.inputs.names import (
     MAX_SIDECAR_BYTES,
-    SIDECAR_SUFFIXES,
     join_sidecars,
     sample_of,
 )
@@ -310,56 +309,83 @@ def members_with_sidecars(
 
     `join_sidecars` defines which metadata files belong to a member. These files are not
     yielded as members. All members are listed before the first is yielded, because the
-    metadata files may come after all images. Metadata files are read while the members
-    are listed, because a compressed archive can only be read forward.
+    metadata files may come after all images.
 
-    As in WebDataset, a sample consists of consecutive members whose paths agree up to
-    the first dot of the file name. Concatenated archives can contain the same names
-    several times. Of several metadata files with the same name, a member gets the one
-    in its sample, or else the first.
+    Concatenated archives can contain the same names several times. Of several metadata
+    files with the same name, a member gets the one in its sample, or else the first.
 
     Raises:
         ImageError: the archive is damaged. The members before the damage are yielded
             first.
     """
     members: list[tuple[int, Member]] = []
+    # (number of a sample, name of a metadata file in it) -> content
     contents: dict[tuple[int, bytes], bytes | None] = {}
-    first: dict[bytes, bytes | None] = {}
-    sample = 0
-    sample_key = b""
-    names: set[bytes] = set()
     damage = None
     try:
-        for member in archive.members():
-            name = member.name
-            if name in names or sample_of(name) != sample_key:
-                sample += 1
-                sample_key = sample_of(name)
-                names.clear()
-            names.add(name)
-            members.append((sample, member))
-            if os.fsdecode(name).lower().endswith(SIDECAR_SUFFIXES):
-                content = None
-                if member.problem is None and member.size <= MAX_SIDECAR_BYTES:
-                    with contextlib.suppress(ImageError):
-                        content = archive.read(member.offset, member.size)
-                contents[sample, name] = content
-                first.setdefault(name, content)
+        for number, sample in enumerate(_samples(archive)):
+            members += [(number, member) for member in sample.values()]
+            # A compressed archive is read as a stream. The metadata files are read now,
+            # so that the stream is not decompressed a second time for them.
+            for name in _joined_names(join_sidecars(sample, clips)):
+                contents[number, name] = _sidecar(archive, sample[name])
     except ImageError as error:
         damage = error
     joined = join_sidecars([member.name for _, member in members], clips)
-    used = {name for each in joined.values() for name in each.values()}
-    for sample, member in members:
+    used = _joined_names(joined)
+    first: dict[bytes, bytes | None] = {}
+    for number, member in members:
+        if member.name in used:
+            key = number, member.name
+            if key not in contents:
+                contents[key] = _sidecar(archive, member)
+            first.setdefault(member.name, contents[key])
+    for number, member in members:
         if member.name not in used:
             yield (
                 member,
                 {
-                    suffix: contents.get((sample, name), first[name])
+                    suffix: contents.get((number, name), first[name])
                     for suffix, name in joined.get(member.name, {}).items()
                 },
             )
     if damage is not None:
         raise damage
+
+
+def _samples(archive: Archive) -> Iterator[dict[bytes, Member]]:
+    """Yield the samples of an archive, each as a dictionary from name to member.
+
+    As in WebDataset, a sample consists of consecutive members whose paths agree up to
+    the first dot of the file name. If the archive is damaged, yield the members before
+    the damage, and then raise ImageError.
+    """
+    sample: dict[bytes, Member] = {}
+    sample_key = b""
+    try:
+        for member in archive.members():
+            if member.name in sample or sample_of(member.name) != sample_key:
+                yield sample
+                sample = {}
+                sample_key = sample_of(member.name)
+            sample[member.name] = member
+    except ImageError:
+        yield sample
+        raise
+    yield sample
+
+
+def _joined_names(joined: dict[bytes, dict[str, bytes]]) -> set[bytes]:
+    """Return the names of the metadata files that `join_sidecars` returned."""
+    return {name for sidecars in joined.values() for name in sidecars.values()}
+
+
+def _sidecar(archive: Archive, member: Member) -> bytes | None:
+    """Return the content of a metadata file; None if it cannot be used."""
+    if member.problem is None and member.size <= MAX_SIDECAR_BYTES:
+        with contextlib.suppress(ImageError):
+            return archive.read(member.offset, member.size)
+    return None
 
 
 class Container(NamedTuple):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from edje_index.images.decode import REASONS
 from edje_index.inputs import tars
+from edje_index.inputs.containers import ZipArchive
 from edje_index.inputs.ranges import open_ranged
 from edje_index.inputs.refs import InputRef, read_bytes
 from edje_index.inputs.tars import TarArchive
@@ -122,6 +125,33 @@ def test_links_and_sparse_members_fail_with_a_reason(tmp_path):
         (name, "unsupported-member") for name in ("hard.jpg", "soft.jpg", "sparse.jpg")
     ]
     assert read_all(path) == [*failed, ("after.jpg", b"end")]
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz", "a.zip"])
+def test_only_metadata_files_of_images_are_read(tmp_path, name, monkeypatch):
+    contents = {"1.json": b"{}", "1.jpg": b"", "2.txt": b"of no image", "3.jpg": b""}
+    contents |= {"4.txt": b"of no image", "3.txt": b"a dog", "5.jpg": b"", "5.txt": b""}
+    path = tmp_path / name
+    if name == "a.zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            for member, data in contents.items():
+                archive.writestr(member, data)
+    else:
+        write_tar(path, list(contents.items()))
+    if name == "a.tar.gz":
+        path.write_bytes(gzip.compress(path.read_bytes()))
+    sizes: list[int] = []
+    for kind in (TarArchive, ZipArchive):
+        monkeypatch.setattr(
+            kind,
+            "read",
+            lambda self, offset, size, read=kind.read: (
+                sizes.append(size) or read(self, offset, size)
+            ),
+        )
+    refs, _ = scan(path)
+    assert [ref.metadata for ref in refs] == [None, {"captions": ["a dog"]}, None]
+    assert sorted(sizes) == [0, len(b"{}"), len(b"a dog")]
 
 
 def test_scanning_reads_only_headers(tmp_path):
