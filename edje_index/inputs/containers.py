@@ -26,6 +26,7 @@ import pyarrow as pa
 from edje_index.images.decode import ImageError
 from edje_index.inputs.names import (
     MAX_SIDECAR_BYTES,
+    SIDECAR_SUFFIXES,
     join_sidecars,
     sample_of,
 )
@@ -323,12 +324,12 @@ def members_with_sidecars(
     contents: dict[tuple[int, bytes], bytes | None] = {}
     damage = None
     try:
-        for number, sample in enumerate(_samples(archive)):
+        for number, (sample, read) in enumerate(_samples(archive)):
             members += [(number, member) for member in sample.values()]
-            # A compressed archive is read as a stream. The metadata files are read now,
-            # so that the stream is not decompressed a second time for them.
             for name in _joined_names(join_sidecars(sample, clips)):
-                contents[number, name] = _sidecar(archive, sample[name])
+                if name not in read:
+                    read[name] = _sidecar(archive, sample[name])
+                contents[number, name] = read[name]
     except ImageError as error:
         damage = error
     joined = join_sidecars([member.name for _, member in members], clips)
@@ -353,26 +354,38 @@ def members_with_sidecars(
         raise damage
 
 
-def _samples(archive: Archive) -> Iterator[dict[bytes, Member]]:
-    """Yield the samples of an archive, each as a dictionary from name to member.
+def _samples(
+    archive: Archive,
+) -> Iterator[tuple[dict[bytes, Member], dict[bytes, bytes | None]]]:
+    """Yield (members by name, contents of metadata files by name) of each sample.
 
     As in WebDataset, a sample consists of consecutive members whose paths agree up to
     the first dot of the file name. If the archive is damaged, yield the members before
     the damage, and then raise ImageError.
+
+    A compressed archive is read as a stream. All metadata files in it are read as they
+    pass, so that the stream is not decompressed again for them. Those in other archives
+    are not read.
     """
     sample: dict[bytes, Member] = {}
+    contents: dict[bytes, bytes | None] = {}
     sample_key = b""
     try:
         for member in archive.members():
-            if member.name in sample or sample_of(member.name) != sample_key:
-                yield sample
+            name = member.name
+            if name in sample or sample_of(name) != sample_key:
+                yield sample, contents
                 sample = {}
-                sample_key = sample_of(member.name)
-            sample[member.name] = member
+                contents = {}
+                sample_key = sample_of(name)
+            sample[name] = member
+            is_sidecar = os.fsdecode(name).lower().endswith(SIDECAR_SUFFIXES)
+            if archive.is_compressed and is_sidecar:
+                contents[name] = _sidecar(archive, member)
     except ImageError:
-        yield sample
+        yield sample, contents
         raise
-    yield sample
+    yield sample, contents
 
 
 def _joined_names(joined: dict[bytes, dict[str, bytes]]) -> set[bytes]:
