@@ -27,8 +27,10 @@ from edje_index.images.decode import ImageError
 from edje_index.inputs.names import (
     MAX_SIDECAR_BYTES,
     SIDECAR_SUFFIXES,
+    file_name,
     join_sidecars,
     sample_of,
+    sidecar_names,
 )
 from edje_index.inputs.ranges import RangedFile, StreamWindow, open_ranged
 from edje_index.inputs.tars import Member, TarArchive, check_bytes
@@ -326,14 +328,14 @@ def members_with_sidecars(
     try:
         for number, (sample, read) in enumerate(_samples(archive)):
             members += [(number, member) for member in sample.values()]
-            for name in _joined_names(join_sidecars(sample, clips)):
+            for name in sidecar_names(join_sidecars(sample, clips)):
                 if name not in read:
                     read[name] = _sidecar(archive, sample[name])
                 contents[number, name] = read[name]
     except ImageError as error:
         damage = error
     joined = join_sidecars([member.name for _, member in members], clips)
-    used = _joined_names(joined)
+    used = sidecar_names(joined)
     first: dict[bytes, bytes | None] = {}
     for number, member in members:
         if member.name in used:
@@ -388,11 +390,6 @@ def _samples(
     yield sample, contents
 
 
-def _joined_names(joined: dict[bytes, dict[str, bytes]]) -> set[bytes]:
-    """Return the names of the metadata files that `join_sidecars` returned."""
-    return {name for sidecars in joined.values() for name in sidecars.values()}
-
-
 def _sidecar(archive: Archive, member: Member) -> bytes | None:
     """Return the content of a metadata file; None if it cannot be used."""
     if member.problem is None and member.size <= MAX_SIDECAR_BYTES:
@@ -417,10 +414,10 @@ class Container(NamedTuple):
 
 
 def container_kind(name: str) -> str | None:
-    """Return the kind of a container by the suffix of its path; None if no kind has
-    this suffix.
+    """Return the kind of a container by the suffix of its path or URL; None if no kind
+    has this suffix.
     """
-    name = name.lower()
+    name = file_name(name).lower()
     if name.endswith(PARQUET_SUFFIX):
         return PARQUET
     return next(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import urllib.parse
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from edje_index.inputs.json_lines import text_lines
 from edje_index.inputs.ranges import POINTERS
 from storage_formats.atomic import Json
 from storage_formats.format.source_columns import CAPTION_COLUMNS
+from storage_formats.remote.urls import WEB_SCHEMES, scheme_of
 
 IMAGE_SUFFIXES = frozenset(
     b".jpg .jpeg .jpe .jfif .jif .png .apng .gif .webp .bmp .dib .tif .tiff .ppm .pgm"
@@ -32,6 +34,15 @@ object of values, and a `.txt` file contains one caption per line.
 """
 
 MAX_SIDECAR_BYTES = 1 << 20
+
+
+def file_name(spec: str) -> str:
+    """Return `spec`, the path or URL of a file. The query and the fragment of a web URL
+    are removed, so that the URL ends with the file suffix.
+    """
+    if scheme_of(spec) not in WEB_SCHEMES:
+        return spec
+    return urllib.parse.urlsplit(spec)._replace(query="", fragment="").geturl()
 
 
 def has_input_suffix(name: bytes, clips: bool) -> bool:
@@ -89,6 +100,11 @@ def join_sidecars(names: Iterable[bytes], clips: bool) -> dict[bytes, dict[str, 
         for each in inputs_of_name.get(stem, []) or inputs_of_sample.get(stem, []):
             joined.setdefault(each, {}).setdefault(suffix, name)
     return joined
+
+
+def sidecar_names(joined: Mapping[bytes, Mapping[str, bytes]]) -> set[bytes]:
+    """Return the names of the metadata files in a result of `join_sidecars`."""
+    return {name for sidecars in joined.values() for name in sidecars.values()}
 
 
 def parse_sidecars(contents: Mapping[str, bytes | None]) -> tuple[Json, list[str]]:

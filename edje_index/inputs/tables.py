@@ -33,6 +33,7 @@ import pyarrow as pa
 from edje_index.images.decode import HEAD_BYTES, image_format, undecoded_format
 from edje_index.inputs.containers import image_leaf
 from edje_index.inputs.json_lines import parse_json_lines
+from edje_index.inputs.names import file_name
 from edje_index.inputs.ranges import RangedFile, open_file, open_ranged
 from edje_index.inputs.refs import MAX_INPUT_BYTES
 from storage_formats.atomic import Json
@@ -133,13 +134,12 @@ class Table:
         path: str,
         column: str | None = None,
         *,
-        suffix: str | None = None,
         images_only: bool = False,
     ) -> None:
         self.path = path
         self.column = column
         self.has_bytes = False
-        self.suffix = suffix or os.path.splitext(path)[1].lower()
+        self.suffix = os.path.splitext(file_name(path))[1].lower()
         if path == STANDARD_INPUT:
             self.suffix = ".txt"
         self._images_only = images_only

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from edje_index.inputs.containers import ARCHIVE_SUFFIXES, container_kind
-from edje_index.inputs.names import has_input_suffix
+from edje_index.inputs.names import file_name, has_input_suffix
 from edje_index.inputs.preparation import Preparation
 from edje_index.inputs.refs import InputRef
 from edje_index.inputs.tables import STANDARD_INPUT, TABLE_SUFFIXES
@@ -39,7 +39,6 @@ from pipelines.sources.base import (
     Patterns,
     Source,
     SourceError,
-    file_name,
     holds_inputs,
     is_input,
     read_head,
@@ -375,7 +374,7 @@ def open_source(
 
 
 def _is_packed(source: Source) -> bool:
-    return container_kind(file_name(source.spec)) is not None
+    return container_kind(source.spec) is not None
 
 
 def _open_table(spec: str, column: str | None) -> TableSource:

@@ -232,15 +232,6 @@ def absolute_spec(spec: str) -> str:
     return spec if spec == STANDARD_INPUT else os.fsdecode(absolute_path(spec))
 
 
-def file_name(spec: str) -> str:
-    """Return `spec`, the path or URL of a file. The query and the fragment of a web URL
-    are removed, so that the URL ends with the file suffix.
-    """
-    if scheme_of(spec) not in WEB_SCHEMES:
-        return spec
-    return urllib.parse.urlsplit(spec)._replace(query="", fragment="").geturl()
-
-
 def holds_inputs(names: Iterable[bytes], clips: bool) -> bool:
     """Return True if `names` contains the name of an image file. If `clips` is True,
     the name of a video file counts, too. Hidden files do not count.

@@ -29,9 +29,11 @@ from edje_index.inputs.containers import (
 from edje_index.inputs.names import (
     MAX_SIDECAR_BYTES,
     SIDECAR_SUFFIXES,
+    file_name,
     has_input_suffix,
     is_litter,
     join_sidecars,
+    sidecar_names,
 )
 from edje_index.inputs.ranges import open_file, open_ranged
 from edje_index.inputs.refs import InputRef, display_path
@@ -40,7 +42,6 @@ from edje_index.inputs.tars import Member
 from pipelines.sources.base import (
     Source,
     file_input,
-    file_name,
     holds_inputs,
     ignored_as,
     listed_input,
@@ -138,8 +139,7 @@ class TreeSource(Source):
 
     def _iter_inputs(self) -> Iterator[InputRef]:
         if not self.is_directory:
-            name = file_name(self.spec)
-            is_archive = container_kind(name) is not None
+            is_archive = container_kind(self.spec) is not None
             yield from self._members() if is_archive else [file_input(self.path)]
             return
         # paths of each directory, archive and Parquet file that was read
@@ -265,7 +265,7 @@ class TreeSource(Source):
             name for name in listed if name in _TABLES and self._join(directory, name)
         }
         sidecars = join_sidecars(listed, self.clips)
-        used = {name for each in sidecars.values() for name in each.values()} | tables
+        used = sidecar_names(sidecars) | tables
         names = [name for name in listed if name not in used]
         reads_packed = not holds_inputs(names, self.clips)
         files: list[bytes] = []
@@ -492,17 +492,14 @@ class TableSource(Source):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name = file_name(self.spec)
         # For standard input, this is the working directory.
-        self._directory = os.path.dirname(self.path)
+        name = file_name(os.fsdecode(self.path))
+        self._directory = os.path.dirname(os.fsencode(name))
         if self.spec == STANDARD_INPUT:
             self.path = b"-"
-        elif name != self.spec:
-            self._directory = os.path.dirname(os.fsencode(name))
         self.table = Table(
             os.fsdecode(self.path),
             self.column,
-            suffix=os.path.splitext(name)[1].lower(),
             images_only=self.images_only,
         )
 
@@ -572,7 +569,7 @@ def packed_source(
     `column` is the name of the column with the images, if the file is a Parquet file
     that has it. None selects the column by its content.
     """
-    if container_kind(file_name(spec)) == PARQUET:
+    if container_kind(spec) == PARQUET:
         return TableSource(spec, column=column, images_only=True, clips=clips)
     return TreeSource(spec, clips=clips)
 
