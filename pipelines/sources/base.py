@@ -96,9 +96,9 @@ class Patterns:
         return self._exclude is not None
 
     def select(self, path: str) -> bool:
-        """Return True if the input with this path in its source is used."""
-        if not self:
-            return True
+        """Return True if the input with this path in its source is used. There must be
+        patterns.
+        """
         for pattern in list(self.unmatched):
             if self._single[pattern].match_file(path):
                 # Another thread may have removed it.
@@ -149,7 +149,7 @@ class Source(ABC):
         self.inputs = 0
         self.hidden.clear()
         for ref in self._iter_inputs():
-            if self.patterns.select(self._path_in_source(ref.uri)):
+            if self._is_selected(ref.uri):
                 self.inputs += 1
                 yield ref
             else:
@@ -180,6 +180,9 @@ class Source(ABC):
         if self.ignored.get(UNREADABLE, 0) > damaged:
             self.unread.add(uri)
         return metadata or None
+
+    def _is_selected(self, uri: str) -> bool:
+        return not self.patterns or self.patterns.select(self._path_in_source(uri))
 
     def _path_in_source(self, uri: str) -> str:
         """Return the path of an input that patterns are compared with. The path is

@@ -425,9 +425,6 @@ class TreeSource(Source):
             refs.append(lost_file(self, error))
         yield from refs
 
-    def _is_selected(self, uri: str) -> bool:
-        return self.patterns.select(self._path_in_source(uri))
-
     def _earlier_paths(self, path: bytes) -> list[bytes] | None:
         """Return the paths under which a directory or an archive was read before, and
         record `path`. Return None if it need not be read again.
