@@ -25,7 +25,7 @@ from edje_index.models.joint_inputs import (
     JointTokenizer,
 )
 from edje_index.training.config import TrainSettings
-from edje_index.training.dataset import StoredFeatures, TrainingData
+from edje_index.training.dataset import TrainingData
 from edje_index.training.workers import ALONE, WorkerGroup
 from storage_formats.arrays import Bools, Ints
 from storage_formats.errors import UsageError
@@ -284,15 +284,12 @@ class BatchSource:
     incomplete batch at the end of an epoch is left out.
 
     Attributes:
-        data: the n training images, their features and their captions.
+        data: the training images, their features and their captions.
         image_tokens: number of image tokens per input row of the joint encoder.
         group: rank of this worker, and number of workers.
         on_gpu: whether a GPU computes the steps.
         teacher_tokens: number of tokens per image that the teacher reads; 0 without a
             teacher.
-        teacher: the stored tokens of the teacher, and the row of each training image in
-            these tokens, int64 [n]. None without a teacher, or if the teacher's adapter
-            computes the tokens.
     """
 
     data: TrainingData
@@ -302,7 +299,6 @@ class BatchSource:
     group: WorkerGroup = ALONE
     on_gpu: bool = False
     teacher_tokens: int = 0
-    teacher: tuple[StoredFeatures, Ints] | None = None
 
     def _drawn(self, number: int, count: int, size: int) -> tuple[Ints, int]:
         """Draw `size` of `count` captions or images for a batch. Return their numbers,
@@ -319,7 +315,7 @@ class BatchSource:
         """
         size = self.config.loop.batch_size
         captions, _ = self._drawn(number, len(self.data.records), size)
-        starts = self.data.items.caption_starts
+        starts = self.data.caption_starts
         return np.searchsorted(starts, captions, side="right") - 1, captions
 
     def joint(self, number: int) -> JointBatch:
@@ -347,9 +343,8 @@ class BatchSource:
                 own_texts, objective.mlm_probability, tokenizer, rng
             )
         teacher_tokens = None
-        if self.teacher is not None:
-            stored, teacher_rows = self.teacher
-            teacher_tokens = stored.fetch(teacher_rows[images[own]])
+        if self.data.teacher is not None:
+            teacher_tokens = self.data.teacher.blocks(images[own])
 
         buckets = _BUCKETS_ON_GPU if self.on_gpu else _BUCKETS
 
@@ -410,7 +405,7 @@ class BatchSource:
         chunk_pairs = self.config.run.chunk_pairs or (128 if self.on_gpu else 64)
         chunks = np.array_split(order, math.ceil(len(order) / chunk_pairs))
         return JointBatch(
-            self.data.features.fetch(self.data.items.rows[images[own]]),
+            self.data.blocks(images[own]),
             tuple(map(chunk, chunks)),
             teacher_tokens,
         )
@@ -429,9 +424,12 @@ class BatchSource:
         pairs = len(images) // self.group.size
         count = self.config.negatives.count
         own = slice(self.group.rank * pairs, (self.group.rank + 1) * pairs)
-        pictures, texts = self.data.mining_embeddings(images, captions)
-        photos = self.data.items.photos[images]
-        keys = self.data.records["key"][captions]
+        data = self.data
+        pictures = (data.miner or data).embeddings(images)
+        tower = "embedding" if data.miner is None else "mining"
+        texts = data.records[tower][captions]
+        photos = data.photos[images]
+        keys = data.records["key"][captions]
         masked = (photos[own, None] == photos) | (keys[own, None] == keys)
         of_captions = hard_negatives(texts[own] @ pictures.T, masked, count)
         return of_captions, hard_negatives(pictures[own] @ texts.T, masked, count)
@@ -450,7 +448,7 @@ class BatchSource:
         size = min(settings.batch_size, data.images)
         images, epoch = self._drawn(number, data.images, size)
         images = images[self.group.rank :: self.group.size]
-        starts = data.items.caption_starts
+        starts = data.caption_starts
         # The captions of an image are taken in a cycle. The first caption changes with
         # each epoch, so that later epochs use other captions of the image.
         places = images + epoch + np.arange(settings.captions)[:, None]
@@ -464,7 +462,7 @@ class BatchSource:
         lengths = np.array([len(part) for part in words])
         np.add.at(shares, (position, np.repeat(np.arange(len(words)), lengths)), 1)
         return AlignmentBatch(
-            patches=data.features.fetch(data.items.rows[images]),
+            patches=data.blocks(images),
             words=torch.from_numpy(distinct),
             shares=torch.from_numpy(shares / lengths.clip(min=1)),
         )

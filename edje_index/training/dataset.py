@@ -17,6 +17,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from edje_index.bundles.bundle import load_text_tower
-from edje_index.bundles.info import JOINT_FOLDER, read_bundle_info, verify_files
+from edje_index.bundles.info import (
+    JOINT_FOLDER,
+    matching_bundle,
+    read_bundle_info,
+    verify_files,
+)
 from edje_index.captions.reading import PARTS_OF_SPLIT, is_blank
 from edje_index.inputs.tables import IMAGE_ID, SPLIT
 from edje_index.models.devices import as_tensor
@@ -66,33 +72,123 @@ _SHARDS = 32
 
 
 @dataclass(frozen=True)
-class CaptionedRows:
-    """n images of an index, and their c captions.
+class StoredImages:
+    """n images that an index stores.
 
     Attributes:
         index: the index.
-        path: file of what `prepare_captions` computes for the captions.
         rows: row id of each image, int64 [n].
+    """
+
+    index: CommittedIndex
+    rows: Ints
+
+    @cached_property
+    def _store(self) -> TokenStore:
+        return TokenStore(self.index)
+
+    @cached_property
+    def _embeddings(self) -> IndexedEmbeddings:
+        return IndexedEmbeddings(self.index.layout, self.index.spec, index=self.index)
+
+    def blocks(self, images: Ints) -> Tensor:
+        """Return the stored tokens of `images`, in the highest-fidelity precision of
+        the index, bfloat16 [k, m, d].
+
+        Args:
+            images: numbers of images, int64 [k].
+
+        Raises:
+            CorruptIndexError: the row of an image is a hole.
+        """
+        rows = self.rows[images]
+        blocks = self._store.fetch(rows)
+        holes = self._store.holes(blocks)
+        if holes.any():
+            raise CorruptIndexError(
+                f"the index {self.index.location} has no tokens for row"
+                f" {rows[holes][0]}",
+                remedy="verify",
+            )
+        return as_tensor(blocks)
+
+    def embeddings(self, images: Ints) -> Floats:
+        """Return the stored embeddings of `images`, float32 [k, e]."""
+        return self._embeddings[self.rows[images]]
+
+
+@dataclass(frozen=True)
+class TrainingData(StoredImages):
+    """n images of an index, whose tokens are patch features, and their c captions.
+
+    Attributes:
+        path: file of what `prepare_captions` computes for the captions.
         photos: a number per image, int64 [n]. Images with the same `image_id` in the
             index, for example crops of one photo, have the same number.
         caption_starts: offsets of the captions of each image, int64 [n + 1]. Image i
             has the captions ``caption_starts[i]:caption_starts[i + 1]``.
         digest: hash of the encoder of the index, of the contents of the images, and of
             their captions.
+        miner: the same images in an index whose model mines hard negatives. None if the
+            frozen towers mine them.
+        teacher: the same images in an index that stores the tokens of the teacher. None
+            if the teacher's adapter computes the tokens from the features of the batch.
     """
 
-    index: CommittedIndex
     path: Path
-    rows: Ints
     photos: Ints
     caption_starts: Ints
     digest: str
+    miner: StoredImages | None = None
+    teacher: StoredImages | None = None
+
+    @property
+    def images(self) -> int:
+        """Number of images."""
+        return len(self.rows)
+
+    @cached_property
+    def records(self) -> NDArray[Any]:
+        """What `prepare_captions` computed for each caption, a memory-mapped structured
+        array [c] with the fields
+
+        - ``key``: a number, int64. Captions with the same words have the same number.
+        - ``length``: number of tokens, int32.
+        - ``tokens``: token ids without special tokens, int32 [62], padded with 0. An
+          input row without an image has room for 62 caption tokens.
+        - ``embedding``: embedding by the text tower, float32 [e].
+        - ``mining``: embedding by the mining model, float32 [e']. The field is missing
+          without a mining model.
+        """
+        records: NDArray[Any] = np.load(self.path, mmap_mode="r")
+        return records
 
     def captions(self, first: int, end: int) -> list[list[str]]:
         """Read the captions of the images ``first:end``."""
         columns = caption_columns(self.index.manifest.columns)
         table = read_index_rows(self.index, self.rows[first:end], columns)
         return [_captions(row) for row in table.to_pylist()]
+
+    def caption(self, number: int) -> list[int]:
+        """Return the token ids of caption `number`, at most 62.
+
+        An input row with image tokens has room for 61 caption tokens.
+        `JointTokenizer.truncated` truncates token ids to this number.
+        """
+        record = self.records[number]
+        ids: list[int] = record["tokens"][: record["length"]].tolist()
+        return ids
+
+    def iter_tokens(
+        self, adapter: nn.Module, images: Ints, device: torch.device
+    ) -> Iterator[Tensor]:
+        """Yield the tokens that `adapter`, which is on `device`, makes of the features
+        of `images`, in batches: bfloat16 [b, m, d] on the CPU, rounded as in an index.
+        """
+        for start in range(0, len(images), _ADAPTER_BATCH):
+            features = self.blocks(images[start : start + _ADAPTER_BATCH])
+            with torch.inference_mode():
+                yield adapter(features.to(device).float()).bfloat16().cpu()
 
 
 def _captions(row: Mapping[str, Any]) -> list[str]:
@@ -102,7 +198,7 @@ def _captions(row: Mapping[str, Any]) -> list[str]:
 
 def read_captioned_rows(
     index: CommittedIndex, path: Path, split: str | None = None
-) -> tuple[CaptionedRows, list[str], dict[str, int]]:
+) -> tuple[TrainingData, list[str], dict[str, int]]:
     """Find the images of an index that have captions.
 
     Args:
@@ -154,22 +250,21 @@ def read_captioned_rows(
             " sources with captions"
         )
     rows, photos, counts, hashes = zip(*images, strict=True)
-    items = CaptionedRows(
+    data = TrainingData(
         index,
-        path,
         np.array(rows),
+        path,
         np.array(photos),
         np.concatenate([[0], np.cumsum(counts)]),
         contents.hexdigest(),
     )
-    return items, [*hashes], dict(sorted(left_out.items()))
+    return data, [*hashes], dict(sorted(left_out.items()))
 
 
 def open_same_images(
     location: str | None, hashes: Sequence[str]
-) -> tuple[CommittedIndex, Ints] | None:
-    """Open another index of n images. Return it, and the row that stores each image,
-    int64 [n]; None without a location.
+) -> StoredImages | None:
+    """Open another index of n images; None without a location.
 
     Args:
         hashes: content hash of each image.
@@ -188,120 +283,23 @@ def open_same_images(
             f"{index.location} lacks {missing:,} training images; build it from the"
             " same images"
         )
-    return index, table["row_id"].take(positions).to_numpy()
-
-
-class StoredFeatures:
-    """The patch features that `index` stores as tokens. They are read in the
-    highest-fidelity precision of the index.
-    """
-
-    def __init__(self, index: CommittedIndex) -> None:
-        self.index = index
-        self._store = TokenStore(index)
-
-    def fetch(self, rows: Ints) -> Tensor:
-        """Return the features of the k `rows`, bfloat16 [k, n, d].
-
-        Raises:
-            CorruptIndexError: a row is a hole.
-        """
-        blocks = self._store.fetch(rows)
-        holes = self._store.holes(blocks)
-        if holes.any():
-            raise CorruptIndexError(
-                f"the index {self.index.location} has no features for row"
-                f" {rows[holes][0]}",
-                remedy="verify",
-            )
-        return as_tensor(blocks)
-
-    def iter_tokens(
-        self, adapter: nn.Module, rows: Ints, device: torch.device
-    ) -> Iterator[Tensor]:
-        """Yield the tokens that `adapter`, which is on `device`, makes of the features
-        of `rows`, in batches: bfloat16 [b, m, d] on the CPU, rounded as in an index.
-        """
-        for start in range(0, len(rows), _ADAPTER_BATCH):
-            features = self.fetch(rows[start : start + _ADAPTER_BATCH])
-            with torch.inference_mode():
-                yield adapter(features.to(device).float()).bfloat16().cpu()
-
-
-class TrainingData:
-    """n images and all their c captions.
-
-    Args:
-        items: the images, whose captions are prepared.
-        mining: index that the mining model built, and the row of each image in this
-            index, int64 [n]. None means the index of the images.
-
-    Attributes:
-        features: the patch features of the images.
-        records: what `prepare_captions` computed for each caption, a memory-mapped
-            structured array [c] with the fields
-
-            - ``key``: a number, int64. Captions with the same words have the same
-              number.
-            - ``length``: number of tokens, int32.
-            - ``tokens``: token ids without special tokens, int32 [62], padded with 0.
-              An input row without an image has room for 62 caption tokens.
-            - ``embedding``: embedding by the text tower, float32 [e].
-            - ``mining``: embedding by the mining model, float32 [e']. The field is
-              missing without a mining model.
-    """
-
-    def __init__(
-        self, items: CaptionedRows, mining: tuple[CommittedIndex, Ints] | None = None
-    ) -> None:
-        self.items = items
-        self.features = StoredFeatures(items.index)
-        self.records: NDArray[Any] = np.load(items.path, mmap_mode="r")
-        index, self._mining_rows = mining or (items.index, items.rows)
-        self._mining = IndexedEmbeddings(index.layout, index.spec, index=index)
-
-    @property
-    def images(self) -> int:
-        """Number of images."""
-        return len(self.items.rows)
-
-    def caption(self, number: int) -> list[int]:
-        """Return the token ids of caption `number`, at most 62.
-
-        An input row with image tokens has room for 61 caption tokens.
-        `JointTokenizer.truncated` truncates token ids to this number.
-        """
-        record = self.records[number]
-        ids: list[int] = record["tokens"][: record["length"]].tolist()
-        return ids
-
-    def mining_embeddings(self, images: Ints, captions: Ints) -> tuple[Floats, Floats]:
-        """Return the embeddings of images and captions by the mining model, float32 [k,
-        e'] each.
-        """
-        names = self.records.dtype.names or ()
-        name = "mining" if "mining" in names else "embedding"
-        pictures = self._mining[self._mining_rows[images]]
-        return pictures, self.records[name][captions]
+    return StoredImages(index, table["row_id"].take(positions).to_numpy())
 
 
 def prepare_captions(
-    items: CaptionedRows,
+    data: TrainingData,
     bundle: Path,
-    miner: Path | None,
     device: torch.device,
     group: WorkerGroup,
     should_stop: Callable[[], bool],
     on_shard: Callable[[int, int], None],
 ) -> None:
-    """Write the records of the captions of `items` to the file `items.path`, unless an
+    """Write the records of the captions of `data` to the file `data.path`, unless an
     earlier call wrote them. All workers must call this function. The file does not
     exist until it is complete, see `TrainingData.records`.
 
     Args:
         bundle: bundle with the tokenizer of the joint encoder and the text tower.
-        miner: bundle of the mining model; None if the text tower of `bundle` mines hard
-            negatives.
         device: device of the text towers.
         group: rank of this worker, and number of workers.
         should_stop: called between batches. If the result is True, this worker prepares
@@ -313,17 +311,17 @@ def prepare_captions(
         TaskInterrupted: `should_stop` stopped a worker. Finished shards are kept.
         CorruptIndexError: a shard cannot be read.
     """
-    path = items.path
+    path = data.path
     if not group.any(not path.exists()):
         return
     parts = path.with_suffix(".parts")
     parts.mkdir(exist_ok=True)
     # Shard s has the captions of the images ``bounds[s]:bounds[s + 1]``.
-    count = int(items.caption_starts[-1])
+    count = int(data.caption_starts[-1])
     lowest, highest = SHARD_CAPTIONS
     size = min(max(lowest, math.ceil(count / _SHARDS)), highest)
-    firsts = np.searchsorted(items.caption_starts[:-1], np.arange(0, count, size))
-    bounds = np.unique([*firsts, len(items.rows)]).tolist()
+    firsts = np.searchsorted(data.caption_starts[:-1], np.arange(0, count, size))
+    bounds = np.unique([*firsts, data.images]).tolist()
     shards = [parts / f"{first:012d}.npy" for first in bounds[:-1]]
     missing = [number for number, shard in enumerate(shards) if not shard.exists()]
     # All workers must list the missing shards before a worker finishes another shard.
@@ -332,16 +330,17 @@ def prepare_captions(
     missing = missing[group.rank :: group.size]
     stopped = False
     if missing:
+        models = {"embedding": read_bundle_info(bundle)}
+        canonical = models["embedding"].canonical_captions
+        if data.miner is not None:
+            models["mining"] = matching_bundle(data.miner.index)
         towers = {}
-        canonical = read_bundle_info(bundle).canonical_captions
-        for name, model in (("embedding", bundle), ("mining", miner)):
-            if model is not None:
-                info = read_bundle_info(model)
-                verify_files(info)
-                towers[name] = load_text_tower(info, device)
-                # As in the published code, the text tower of the mining model reads
-                # captions in the same form as the tower of `bundle`.
-                towers[name].canonical = canonical
+        for name, info in models.items():
+            verify_files(info)
+            towers[name] = load_text_tower(info, device)
+            # As in the published code, the text tower of the mining model reads
+            # captions in the same form as the tower of `bundle`.
+            towers[name].canonical = canonical
         tokenizer = load_joint_tokenizer(bundle / JOINT_FOLDER, canonical=canonical)
 
         def check(_activity: str, _done: int, _total: int) -> None:
@@ -350,7 +349,7 @@ def prepare_captions(
 
         try:
             for number in missing:
-                groups = items.captions(bounds[number], bounds[number + 1])
+                groups = data.captions(bounds[number], bounds[number + 1])
                 captions = [caption for group in groups for caption in group]
                 token_ids = tokenizer.caption_ids(captions, MAX_TEXT_TOKENS - 2)
                 tokens = np.zeros((len(captions), MAX_TEXT_TOKENS - 2), np.int32)

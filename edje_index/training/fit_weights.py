@@ -54,7 +54,7 @@ class DevPools:
     Attributes:
         parts: value of each part of the final score, float32 [q, p] by name.
         right: True for candidates that are relevant to the query, bool [q, p].
-        images: row id of the image of each query, int64 [q]. Cross-validation puts all
+        images: number of the image of each query, int64 [q]. Cross-validation puts all
             queries of an image into the same fold.
     """
 
@@ -103,25 +103,22 @@ def dev_pools(
             and the number of all pairs. An exception raised by `on_progress` stops this
             function.
     """
-    items = dev.items
-    queries = split_set(items.captions(0, len(items.rows)), items.rows)
+    queries = split_set(dev.captions(0, dev.images), np.arange(dev.images))
     queries = queries.subsampled(config.dev_captions, seed=0)
-    images = read_embeddings(items.index, queries.rows)
+    images = read_embeddings(dev.index, dev.rows)
     nearest = queries.pools(images, dev.records["embedding"], config.dev_pool)
     # Most images are in several pools. The features of each image are read once.
-    rows_of_pools = [queries.pairs(*item)[1].ravel() for item in nearest.items()]
-    image_rows = np.unique(np.concatenate(rows_of_pools))
+    images_of_pools = [queries.pairs(*item)[1].ravel() for item in nearest.items()]
+    scored = np.unique(np.concatenate(images_of_pools))
     adapter = trained_part(bundle.adapter)
-    tokens = torch.cat(
-        [*dev.features.iter_tokens(adapter, image_rows, bundle.joint.device)]
-    )
+    tokens = torch.cat([*dev.iter_tokens(adapter, scored, bundle.joint.device)])
     scorer = bundle.scorer
     parts = score_pairs(
         scorer,
         [name for name in names if name in scorer.part_names],
         queries,
         nearest,
-        lambda rows: tokens[torch.from_numpy(np.searchsorted(image_rows, rows))],
+        lambda images: tokens[torch.from_numpy(np.searchsorted(scored, images))],
         on_progress,
         "pairs of dev captions and images scored",
     )

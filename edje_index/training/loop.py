@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.info import matching_bundle, read_bundle_info
+from edje_index.bundles.info import read_bundle_info
 from edje_index.errors import ModelError
 from edje_index.models.adapter import CompressionAdapter
 from edje_index.models.devices import resolve_device, resolve_dtype, to_bf16_array
@@ -49,20 +49,13 @@ from edje_index.training.checkpoints import (
     save_checkpoint,
 )
 from edje_index.training.config import LoopConfig, OptimizerConfig, TrainSettings
-from edje_index.training.dataset import (
-    CaptionedRows,
-    StoredFeatures,
-    TrainingData,
-    prepare_captions,
-)
+from edje_index.training.dataset import TrainingData, prepare_captions
 from edje_index.training.fit_weights import WeightChoice, choose_weights, dev_pools
 from edje_index.training.pooled_similarity import fit_pooled_similarity
 from edje_index.training.start import init_queries, make_trainable, trained_part
 from edje_index.training.step import AlignmentObjective, JointObjective, Teacher
 from edje_index.training.workers import WorkerGroup
-from storage_formats.arrays import Ints
 from storage_formats.errors import TaskInterrupted, UsageError
-from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.offset import estimate_offset
 from storage_formats.threads import ordered_map
 
@@ -96,13 +89,8 @@ class TrainTask:
     Attributes:
         run: fingerprint of the settings, data and initial weights of the training run.
         start: path of the initial bundle.
-        items: the training images.
-        dev: the dev images; None without a dev set.
-        mining: index whose model mines hard negatives, and the row of each training
-            image in this index, int64 [n]. None if the frozen towers mine them.
-        teacher_tokens: index with the teacher's tokens, and the row of each training
-            image in this index, int64 [n]. None if the teacher's adapter computes the
-            tokens from the features of the batch.
+        data: the training images and their captions.
+        dev: the dev images and their captions; None without a dev set.
         continued: run folder and fingerprint of the training run that this run
             continues, with the same optimiser state and number of epochs; None for a
             new optimiser.
@@ -111,10 +99,8 @@ class TrainTask:
     config: TrainSettings
     run: str
     start: Path
-    items: CaptionedRows
-    dev: CaptionedRows | None = None
-    mining: tuple[CommittedIndex, Ints] | None = None
-    teacher_tokens: tuple[CommittedIndex, Ints] | None = None
+    data: TrainingData
+    dev: TrainingData | None = None
     continued: tuple[Path, str] | None = None
 
 
@@ -149,31 +135,26 @@ def run_worker(
     inputs = config.inputs
     teacher = None
     teacher_tokens = 0
-    stored = None
     if inputs.teacher is not None:
         bundle = ModelBundle.load(inputs.teacher, verify=False)
         teacher_tokens = bundle.block_shape[0]
-        if task.teacher_tokens is not None:
-            index, rows = task.teacher_tokens
-            stored = StoredFeatures(index), rows
         teacher = Teacher(bundle.joint, trained_part(bundle.adapter), device)
     tokens = start.block_shape[0]
     source = BatchSource(
-        data=TrainingData(task.items, task.mining),
+        data=task.data,
         tokenizer=start.joint.tokenizer,
         image_tokens=min(config.loop.step_tokens or tokens, tokens),
         config=config,
         group=group,
         on_gpu=device.type == "cuda",
         teacher_tokens=teacher_tokens,
-        teacher=stored,
     )
     make_trainable(start, config.architecture, device)
     state = last_checkpoint(config.run.folder, task.run)
     # Wait until all workers have read the checkpoint, before worker 0 writes another.
     group.any(False)
 
-    dev = None if task.dev is None else TrainingData(task.dev)
+    dev = task.dev
 
     def evaluate() -> dict[str, float]:
         """Return the R@1 of each direction on the dev captions. As in the published
@@ -204,7 +185,7 @@ def run_worker(
                 images = np.sort(order.permutation(source.data.images)[:_SAMPLE_IMAGES])
                 init_queries(
                     adapter,
-                    source.data.features.fetch(task.items.rows[images]),
+                    source.data.blocks(images),
                     torch.Generator().manual_seed(config.loop.seed),
                 )
             changes = {
@@ -303,11 +284,10 @@ class _Run:
         """Prepare the training captions and the dev captions."""
         task = self.task
         report = partial(self.write, -1, CAPTIONS)
-        miner = task.mining and matching_bundle(task.mining[0]).path
         common = (self.device, self.group, self.should_stop, report)
-        for items, mining in ((task.items, miner), (task.dev, None)):
-            if items is not None:
-                prepare_captions(items, task.start, mining, *common)
+        for data in (task.data, task.dev):
+            if data is not None:
+                prepare_captions(data, task.start, *common)
 
     def train(
         self,
@@ -621,7 +601,7 @@ def finish_model(
     cuda = torch.cuda.is_available()
     device = resolve_device(task.config.run.device if cuda else "cpu")
     bundle = ModelBundle.load(task.start, verify=False)
-    data = TrainingData(task.items)
+    data = task.data
     state = last_checkpoint(run_dir, task.run)
     if state is None or not any(name.startswith("joint.") for name in state.weights):
         raise ModelError(
@@ -636,8 +616,8 @@ def finish_model(
     bundle.adapter.to(device).eval()
     bundle.joint.to(device).eval()
     # The offset block is estimated from evenly spaced training images.
-    rows = task.items.rows[:: max(1, data.images // _OFFSET_IMAGES)]
-    tokens = data.features.iter_tokens(adapter, rows, device)
+    images = np.arange(0, data.images, max(1, data.images // _OFFSET_IMAGES))
+    tokens = data.iter_tokens(adapter, images, device)
     bundle = replace(bundle, offset=estimate_offset(map(to_bf16_array, tokens)))
     init = task.config.inputs.init
     if fitting.pooled_dim:
@@ -655,8 +635,7 @@ def finish_model(
     logit_range = None
     choices = dict[str, WeightChoice]()
     if task.dev is not None:
-        dev = TrainingData(task.dev)
-        pools = dev_pools(bundle, dev, fitting, on_progress=on_progress)
+        pools = dev_pools(bundle, task.dev, fitting, on_progress=on_progress)
         choices = {name: choose_weights(pools[name]) for name in DIRECTIONS}
         score = DirectionWeights(
             **{direction: choice.weights for direction, choice in choices.items()}

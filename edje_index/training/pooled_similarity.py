@@ -66,21 +66,20 @@ def fit_pooled_similarity(
     chosen = np.sort(order[:FIT_IMAGES])
     # For each image: mean and standard deviation of the patch features, and statistics
     # of the tokens.
-    rows = data.items.rows[chosen]
     patch_parts = []
     token_parts = []
-    for start in range(0, len(rows), _IMAGE_BATCH):
-        blocks = data.features.fetch(rows[start : start + _IMAGE_BATCH])
+    for start in range(0, len(chosen), _IMAGE_BATCH):
+        blocks = data.blocks(chosen[start : start + _IMAGE_BATCH])
         blocks = blocks.to(joint.device).float()
         deviation, mean = torch.std_mean(blocks, dim=1, correction=0)
         patch_parts.append(torch.cat([mean, deviation], dim=1).cpu())
         # The tokens are rounded to bfloat16, as in an index.
         with torch.inference_mode():
             token_parts.append(token_statistics(adapter(blocks).bfloat16()).cpu())
-        on_progress(_ACTIVITY, min(start + _IMAGE_BATCH, len(rows)), len(rows))
+        on_progress(_ACTIVITY, min(start + _IMAGE_BATCH, len(chosen)), len(chosen))
     patches = torch.cat(patch_parts).double()
     tokens = torch.cat(token_parts).double()
-    caption_counts = np.diff(data.items.caption_starts)
+    caption_counts = np.diff(data.caption_starts)
     image_of_caption = np.repeat(np.arange(data.images), caption_counts)
     captions = np.flatnonzero(np.isin(image_of_caption, chosen))
     # Each caption becomes a vector, a row of `columns`. The vector is the mean hidden

@@ -194,9 +194,9 @@ def test_the_remaining_time_counts_the_scoring_of_dev_captions():
 
     def rows(images, captions):
         starts = np.array([0, captions])
-        return SimpleNamespace(rows=range(images), caption_starts=starts)
+        return SimpleNamespace(images=images, caption_starts=starts)
 
-    task = SimpleNamespace(config=settings, items=rows(20, 100), dev=None)
+    task = SimpleNamespace(config=settings, data=rows(20, 100), dev=None)
     assert _scoring_steps(task, 0) == 0
     task.dev = rows(40, 200)
     # 50 captions and 40 images with 20 candidates each, against 3 x 30 pairs of a step;

@@ -21,7 +21,7 @@ from edje_index.models.adapter import AdapterConfig
 from edje_index.training.checkpoints import read_log
 from edje_index.training.config import TrainSettings
 from edje_index.training.dataset import (
-    CaptionedRows,
+    TrainingData,
     open_same_images,
     read_captioned_rows,
 )
@@ -84,8 +84,8 @@ def run_training(
         index = CommittedIndex.open(inputs.index)
         features = matching_bundle(index, inputs.model)
         file = run.folder / "train.npy"
-        items, hashes, left_out = read_captioned_rows(index, file, inputs.split)
-        dev: CaptionedRows | None = None
+        data, hashes, left_out = read_captioned_rows(index, file, inputs.split)
+        dev: TrainingData | None = None
         if inputs.dev is not None:
             dev_index = CommittedIndex.open(inputs.dev)
             # The features of both indexes must come from the same encoder.
@@ -97,30 +97,24 @@ def run_training(
                     f"{len(shared):,} images are in both the training set and the dev"
                     " set; give separate indexes, or different splits"
                 )
-        record, fingerprint = _record(settings, features, items, dev)
+        record, fingerprint = _record(settings, features, data, dev)
         if run.out.exists():
             return _finished_result(settings, fingerprint)
-        count = int(items.caption_starts[-1])
+        count = int(data.caption_starts[-1])
         total_steps(settings.loop, count)
         if left_out:
             text = f"images left out: {by_reason(left_out)}"
             on_event(StatusMessage(text))
-        mining = open_same_images(inputs.miner, hashes)
-        teacher_tokens = open_same_images(inputs.teacher_features, hashes)
-        if teacher_tokens is not None:
-            matching_bundle(teacher_tokens[0], inputs.teacher)
+        data = replace(
+            data,
+            miner=open_same_images(inputs.miner, hashes),
+            teacher=open_same_images(inputs.teacher_features, hashes),
+        )
+        if data.teacher is not None:
+            matching_bundle(data.teacher.index, inputs.teacher)
         continued = _continued_run(settings)
         start = _begin_run(settings, features, record)
-        task = TrainTask(
-            settings,
-            fingerprint,
-            start.path,
-            items,
-            dev,
-            mining,
-            teacher_tokens,
-            continued,
-        )
+        task = TrainTask(settings, fingerprint, start.path, data, dev, continued)
         on_event(StatusMessage(f"training on {counted(count, 'caption')}"))
         _run_steps(task, on_event, should_stop)
         return _write_bundle(task, left_out, on_event, should_stop, started)
@@ -129,8 +123,8 @@ def run_training(
 def _record(
     settings: TrainSettings,
     features: BundleInfo,
-    items: CaptionedRows,
-    dev: CaptionedRows | None,
+    data: TrainingData,
+    dev: TrainingData | None,
 ) -> tuple[Json, str]:
     """Return a record of everything that determines the trained weights, and its hash.
 
@@ -152,7 +146,7 @@ def _record(
                 "fingerprint"
             ]
     inputs["model"] = features.fingerprint
-    inputs["index"] = items.digest
+    inputs["index"] = data.digest
     inputs["dev"] = None if dev is None else dev.digest
     record = {
         f"{group}.{key}": value
@@ -373,8 +367,8 @@ def _write_bundle(
         on_event(Progress(activity, done, total))
 
     bundle, steps, choices = finish_model(task, progress)
-    images = len(task.items.rows)
-    captions = int(task.items.caption_starts[-1])
+    images = task.data.images
+    captions = int(task.data.caption_starts[-1])
     distilled = ""
     if settings.inputs.teacher is not None:
         distilled = f", distilled from {settings.inputs.teacher.name}"
@@ -430,8 +424,8 @@ def _scoring_steps(task: TrainTask, done: int) -> float:
     if task.dev is None:
         return 0.0
     config = task.config
-    images = len(task.dev.rows)
-    captions = int(task.items.caption_starts[-1])
+    images = task.dev.images
+    captions = int(task.data.caption_starts[-1])
     limit = config.fitting.dev_captions
     queries = min(limit, int(task.dev.caption_starts[-1])) + min(limit, images)
     every = config.run.evaluate_every

@@ -16,7 +16,7 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.training.batches import BatchSource
 from edje_index.training.config import TrainSettings, validated
 from edje_index.training.dataset import (
-    CaptionedRows,
+    StoredImages,
     TrainingData,
     prepare_captions,
     read_captioned_rows,
@@ -64,14 +64,10 @@ class Case:
 
     folder: Path
     bundle: Path
-    items: CaptionedRows
-
-    @property
-    def data(self) -> TrainingData:
-        return TrainingData(self.items)
+    data: TrainingData
 
     def texts(self) -> list[str]:
-        return [text for each in self.items.captions(0, IMAGES) for text in each]
+        return [text for each in self.data.captions(0, IMAGES) for text in each]
 
     def config(self, **settings: object) -> TrainSettings:
         """Small settings with changes, each named `group__key`."""
@@ -93,8 +89,8 @@ class Case:
         start = run_dir / "start"
         if not start.exists():
             make_start(config.architecture, config.loop.seed, self.bundle).save(start)
-        dev_items = self.items if dev else None
-        return TrainTask(config, "run", start, self.items, dev_items)
+        dev_data = self.data if dev else None
+        return TrainTask(config, "run", start, self.data, dev_data)
 
     def source(self, rank: int = 0, world: int = 1, **settings: object) -> BatchSource:
         bundle = ModelBundle.load(self.bundle)
@@ -111,17 +107,16 @@ def prepare(
     path: Path,
     case: Case,
     *,
-    miner: Path | None = None,
+    miner: StoredImages | None = None,
     group: WorkerGroup = ALONE,
     should_stop: Callable[[], bool] = lambda: False,
     on_shard: Callable[[int, int], None] = lambda done, shards: None,
 ) -> bool:
     """Prepare the captions of `case` on the CPU."""
     device = torch.device("cpu")
-    items = replace(case.items, path=path)
-    options = (miner, device, group, should_stop, on_shard)
+    data = replace(case.data, path=path, miner=miner)
     try:
-        prepare_captions(items, case.bundle, *options)
+        prepare_captions(data, case.bundle, device, group, should_stop, on_shard)
     except TaskInterrupted:
         return False
     return True
@@ -156,7 +151,7 @@ def captioned_index(
 def case(tmp_path_factory, tiny_bundle):
     folder = tmp_path_factory.mktemp("training")
     index = captioned_index(folder / "data.edje", captions())
-    items, *_ = read_captioned_rows(index, folder / "train.npy")
-    made = Case(folder, tiny_bundle, items)
+    data, *_ = read_captioned_rows(index, folder / "train.npy")
+    made = Case(folder, tiny_bundle, data)
     assert prepare(folder / "train.npy", made)
     return made

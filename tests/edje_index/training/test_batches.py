@@ -57,7 +57,7 @@ def rows_of(batch, source, patches, *, teacher=False):
 
     `patches` are those of the images of all workers.
     """
-    store = TokenStore.open(source.data.items.index.root)
+    store = TokenStore.open(source.data.index.root)
     blocks = {store.fetch([row]).tobytes(): row for row in range(len(store))}
     patches = patches.view(torch.int16).numpy()
     sep = source.tokenizer.special_id("sep_token")
@@ -89,7 +89,7 @@ def test_a_batch_holds_positives_negatives_and_masked_rows_in_their_order(
     data = source.data
     own_images, own_captions = source.pairs(5)
     caption_of = {
-        tuple(data.caption(caption)): data.items.rows[image]
+        tuple(data.caption(caption)): data.rows[image]
         for caption, image in zip(own_captions, own_images, strict=True)
     }
     anchors = []
@@ -106,7 +106,7 @@ def test_a_batch_holds_positives_negatives_and_masked_rows_in_their_order(
             for negative in range(b + k * anchor, b + k * anchor + k):
                 assert texts[negative] == texts[anchor]
                 assert images[negative] != images[anchor]
-                assert images[negative] in data.items.rows[own_images]
+                assert images[negative] in data.rows[own_images]
             for negative in range(
                 b * (1 + k) + k * anchor, b * (1 + k) + k * anchor + k
             ):
@@ -134,7 +134,7 @@ def test_a_batch_holds_positives_negatives_and_masked_rows_in_their_order(
                 if caption == text
             )
     assert sorted(anchors) == sorted(
-        (data.items.rows[image], tuple(data.caption(caption)))
+        (data.rows[image], tuple(data.caption(caption)))
         for caption, image in zip(own_captions, own_images, strict=True)
     )
     assert lengths == sorted(lengths)

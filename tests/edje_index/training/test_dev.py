@@ -12,7 +12,6 @@ import torch
 from edje_index.models.devices import to_bf16_array
 from edje_index.training.checkpoints import DEV, last_checkpoint, read_log
 from edje_index.training.config import FittingConfig
-from edje_index.training.dataset import StoredFeatures
 from edje_index.training.fit_weights import choose_weights, dev_pools
 from edje_index.training.loop import TrainTask, finish_model, run_worker
 from edje_index.training.pooled_similarity import fit_pooled_similarity
@@ -102,10 +101,10 @@ def test_recalls_are_those_of_the_plain_computation(case, setting):
     }
     assert (choices["t2i"].queries, choices["t2i"].pool) == (2 * IMAGES, 6)
     assert (choices["i2t"].queries, choices["i2t"].pool) == (IMAGES, 6)
-    features = StoredFeatures(case.items.index).fetch(case.items.rows)
+    features = case.data.blocks(np.arange(IMAGES))
     tokens = to_bf16_array(bundle.adapter(features.float()))
     texts_of_dev = case.texts()
-    images_of_dev = read_embeddings(case.items.index, case.items.rows)
+    images_of_dev = read_embeddings(case.data.index, case.data.rows)
     similar = case.data.records["embedding"] @ images_of_dev.T
     for direction, choice in choices.items():
         weights = choice.weights.by_part()

@@ -24,16 +24,15 @@ def test_negatives_are_the_top_k_of_the_published_sampling(case, seed, count):
     """
     source = case.source(negatives__count=count, loop__seed=seed, loop__batch_size=12)
     # each photo has two images
-    items = replace(source.data.items, photos=source.data.items.photos // 2)
-    data = source.data
-    data.items = items
+    data = replace(source.data, photos=source.data.photos // 2)
+    source = replace(source, data=data)
     images, captions = source.pairs(seed)
     drawn = source.negatives(images, captions)
     texts, photos = (
         array.astype(np.float64).tolist()
         for array in (
             data.records["embedding"][captions],
-            read_embeddings(items.index, items.rows[images]),
+            read_embeddings(data.index, data.rows[images]),
         )
     )
     scores = [
@@ -49,7 +48,7 @@ def test_negatives_are_the_top_k_of_the_published_sampling(case, seed, count):
             allowed = [
                 (-math.exp(value) / total, other)
                 for other, value in enumerate(row)
-                if items.photos[images[other]] != items.photos[images[anchor]]
+                if data.photos[images[other]] != data.photos[images[anchor]]
                 and keys[other] != keys[anchor]
             ]
             assert drawn[direction][anchor].tolist() == [

@@ -77,9 +77,9 @@ def test_it_tells_whose_caption_it_is(case):
     bundle = replace(bundle, pooled=fitted, info=None)
     with torch.no_grad():
         tokens = trained_part(bundle.adapter)(
-            source.data.features.fetch(data.items.rows).float()
+            source.data.blocks(np.arange(data.images)).float()
         ).bfloat16()
-    numbers = [data.caption(at) for at in data.items.caption_starts[:-1]]
+    numbers = [data.caption(at) for at in data.caption_starts[:-1]]
     texts = [bundle.joint.tokenizer.tokenizer.decode(ids) for ids in numbers]
     scorer = bundle.scorer
     images = scorer.images(tokens)

@@ -14,8 +14,10 @@ from open_clip.tokenizer import basic_clean, canonicalize_text
 from transformers import PreTrainedTokenizerFast
 
 from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.info import read_bundle_info
 from edje_index.training import dataset
 from edje_index.training.dataset import (
+    StoredImages,
     TrainingData,
     open_same_images,
     read_captioned_rows,
@@ -38,22 +40,30 @@ def test_the_images_are_the_indexed_rows_with_captions(tmp_path):
         split=["train", "restval", "train", "train", "train", "dev", None],
         image_id=["x", "x", None, None, None, "x", None],
     )
-    items, hashes, left_out = read_captioned_rows(index, FILE)
-    assert items.rows.tolist() == [2, 3, 7, 8]
-    assert items.photos.tolist() == [2, 2, 2, 8]
-    assert items.captions(0, 4) == [["a dog"], ["a cat"], ["a"], ["b"]]
-    assert items.caption_starts.tolist() == [0, 1, 2, 3, 4]
+    data, hashes, left_out = read_captioned_rows(index, FILE)
+    assert data.rows.tolist() == [2, 3, 7, 8]
+    assert data.photos.tolist() == [2, 2, 2, 8]
+    assert data.captions(0, 4) == [["a dog"], ["a cat"], ["a"], ["b"]]
+    assert data.caption_starts.tolist() == [0, 1, 2, 3, 4]
     assert left_out == {"duplicate": 1, "no-caption": 3, "truncated": 1}
     assert read_captioned_rows(index, FILE, "train")[0].rows.tolist() == [2, 3]
     with pytest.raises(UsageError, match="no images with captions of the split 'b'"):
         read_captioned_rows(index, FILE, "b")
     other = captioned_index(tmp_path / "other.edje", captions)
-    assert open_same_images(str(other.root), hashes[::-1])[1].tolist() == [8, 7, 3, 2]
+    assert open_same_images(str(other.root), hashes[::-1]).rows.tolist() == [8, 7, 3, 2]
     with pytest.raises(UsageError, match=r"data\.edje lacks 1 training images"):
         open_same_images(
             str(index.root), [*hashes, read_captioned_rows(other, FILE)[1][3]]
         )
-    assert items.digest != read_captioned_rows(other, FILE)[0].digest
+    assert data.digest != read_captioned_rows(other, FILE)[0].digest
+
+
+@pytest.fixture
+def miner(case, monkeypatch):
+    """The images of `case`, as if its bundle had built their index."""
+    info = read_bundle_info(case.bundle)
+    monkeypatch.setattr(dataset, "matching_bundle", lambda index: info)
+    return StoredImages(case.data.index, case.data.rows)
 
 
 def check_equal(one: TrainingData, other: TrainingData) -> None:
@@ -80,18 +90,17 @@ def test_the_data_are_those_of_the_models(case):
     assert [
         data.caption(number) for number in range(len(texts))
     ] == bundle.joint.tokenizer.caption_ids(texts)
-    pictures, embeddings = data.mining_embeddings(np.array([3, 0]), np.array([5, 1]))
     np.testing.assert_array_equal(
-        pictures, read_embeddings(case.items.index, case.items.rows[[3, 0]])
+        data.embeddings(np.array([3, 0])),
+        read_embeddings(case.data.index, case.data.rows[[3, 0]]),
     )
-    assert embeddings.tobytes() == data.records["embedding"][[5, 1]].tobytes()
-    assert case.items.caption_starts.tolist() == list(range(0, 2 * IMAGES + 1, 2))
+    assert case.data.caption_starts.tolist() == list(range(0, 2 * IMAGES + 1, 2))
     keys = data.records["key"]
     equal = {tuple(np.flatnonzero(keys == key)) for key in keys}
     assert (0, 2) in equal, "the captions 'A dog .' and 'a dog' have the same words"
 
 
-def test_captions_are_cleaned_and_cut_as_published(case, tmp_path):
+def test_captions_are_cleaned_and_cut_as_published(case, miner, tmp_path):
     """Towers read `pre_caption` of a caption, and a row without an image has the
     published tokenizer's 64 tokens.
     """
@@ -101,10 +110,9 @@ def test_captions_are_cleaned_and_cut_as_published(case, tmp_path):
     texts = ["A DOG, running - in_the Snow!", "word " * 30 + "dog " * 80]
     cleaned = [canonicalize_text(basic_clean(text)) for text in texts]
     index = captioned_index(tmp_path / "data.edje", [[text] for text in texts])
-    items = read_captioned_rows(index, tmp_path / "train.npy")[0]
-    changed = replace(case, bundle=tmp_path / "model", items=items)
-    assert prepare(tmp_path / "train.npy", changed, miner=case.bundle)
-    data = TrainingData(items)
+    data = read_captioned_rows(index, tmp_path / "train.npy")[0]
+    changed = replace(case, bundle=tmp_path / "model", data=data)
+    assert prepare(tmp_path / "train.npy", changed, miner=miner)
     towers = ModelBundle.load(case.bundle).text
     for embeddings in (
         data.records["embedding"],
@@ -130,7 +138,7 @@ def test_captions_are_cleaned_and_cut_as_published(case, tmp_path):
 
 
 def test_several_workers_and_another_mining_model_give_the_same_data(
-    case, tmp_path, small_shards
+    case, miner, tmp_path, small_shards
 ):
     """The workers are threads. With a mining model, the captions have two
     embeddings.
@@ -151,7 +159,7 @@ def test_several_workers_and_another_mining_model_give_the_same_data(
             prepare(
                 tmp_path / "train.npy",
                 case,
-                miner=case.bundle,
+                miner=miner,
                 group=ThreadGroup(rank, 3),
             )
         )
@@ -162,7 +170,7 @@ def test_several_workers_and_another_mining_model_give_the_same_data(
     for worker in workers:
         worker.join()
     assert done == [True] * 3
-    data = TrainingData(replace(case.items, path=tmp_path / "train.npy"))
+    data = replace(case.data, path=tmp_path / "train.npy")
     check_equal(case.data, data)
     assert "mining" in data.records.dtype.names
     assert [path.name for path in tmp_path.iterdir()] == ["train.npy"]
@@ -179,7 +187,7 @@ def test_a_stopped_preparation_resumes_after_its_finished_shards(
     assert not prepare(data, case, should_stop=lambda: len(finished) == 4, **options)
     assert prepare(data, case, **options)
     assert finished == [(number, 5) for number in range(1, 5)]
-    check_equal(case.data, TrainingData(replace(case.items, path=data)))
+    check_equal(case.data, replace(case.data, path=data))
     assert prepare(data, case, should_stop=lambda: True), (
         "finished data need no preparation"
     )
@@ -199,4 +207,4 @@ def test_a_damaged_shard_is_found_and_prepared_again(case, tmp_path, small_shard
     with pytest.raises(CorruptIndexError, match=r"0005.npy was damaged; train again"):
         prepare(data, case)
     prepare(data, case)
-    check_equal(case.data, TrainingData(replace(case.items, path=data)))
+    check_equal(case.data, replace(case.data, path=data))
