@@ -58,9 +58,9 @@ class ScoreWeights:
             slope * final score + offset; see `relevance`. The slope is
             above 0. None if no calibration was fitted.
         shares: share of each part in the spread of the final score over the pools of
-            development queries, in the order of `PART_NAMES`. The share of a part is
-            the standard deviation of the weighted part, divided by the sum of the
-            standard deviations of all weighted parts. None if not measured.
+            development queries, by name. The share of a part is the standard deviation
+            of the weighted part, divided by the sum of the standard deviations of all
+            weighted parts. None if not measured.
     """
 
     logit: float = 1.0
@@ -68,7 +68,7 @@ class ScoreWeights:
     pooled: float = 0.0
     embedding: float = 0.0
     calibration: tuple[float, float] | None = None
-    shares: tuple[float, ...] | None = None
+    shares: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         for name, weight in self.by_part().items():
@@ -168,7 +168,7 @@ class ScoreWeights:
             line = (float(calibration["slope"]), float(calibration["offset"]))
             weights = replace(weights, calibration=line)
         if shares := value.get("shares"):
-            by_part = tuple(float(shares[part]) for part in PART_NAMES)
+            by_part = {part: float(shares[part]) for part in PART_NAMES}
             weights = replace(weights, shares=by_part)
         return weights
 
@@ -176,10 +176,10 @@ class ScoreWeights:
         """Return the weights as a dictionary of JSON values."""
         content: dict[str, Any] = self.by_part()
         if self.calibration is not None:
-            names = ("slope", "offset")
-            content["calibration"] = dict(zip(names, self.calibration, strict=True))
+            slope, offset = self.calibration
+            content["calibration"] = {"slope": slope, "offset": offset}
         if self.shares is not None:
-            content["shares"] = dict(zip(PART_NAMES, self.shares, strict=True))
+            content["shares"] = self.shares
         return content
 
     def described(self) -> str:
@@ -190,17 +190,19 @@ class ScoreWeights:
         is the weighted sum, for example ``logit + 2.5 x embedding similarity``.
         """
         if self.shares is not None:
-            names = zip(PART_NAMES.values(), self.shares, strict=True)
-            return " + ".join(
-                f"{100 * share:.0f} % {name}" for name, share in names if share
-            )
-        terms = [
-            name if weight == 1 and part == LOGIT else f"{weight:g} x {name}"
-            for (part, name), weight in zip(
-                PART_NAMES.items(), self.by_part().values(), strict=True
-            )
-            if weight
-        ]
+            terms = [
+                f"{100 * share:.0f} % {PART_NAMES[part]}"
+                for part, share in self.shares.items()
+                if share
+            ]
+        else:
+            terms = [
+                PART_NAMES[part]
+                if weight == 1 and part == LOGIT
+                else f"{weight:g} x {PART_NAMES[part]}"
+                for part, weight in self.by_part().items()
+                if weight
+            ]
         return " + ".join(terms) or "0"
 
 

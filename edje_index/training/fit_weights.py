@@ -241,22 +241,20 @@ def fit_weights(pools: DevPools) -> ScoreWeights:
     return ScoreWeights.of_parts(weights)
 
 
-def part_shares(pools: DevPools, weights: ScoreWeights) -> tuple[float, ...] | None:
-    """Return the share of each part in the spread of the final score, in the order of
-    `PART_NAMES`; None if no part varies.
+def part_shares(pools: DevPools, weights: ScoreWeights) -> dict[str, float] | None:
+    """Return the share of each part in the spread of the final score, by name; None if
+    no part varies.
 
     The spread of a part is its standard deviation over the pools, multiplied by its
     absolute weight. The share of a part is its spread, divided by the sum of the
     spreads of all parts.
     """
-    spreads = [
-        abs(weight) * float(np.std(pools.parts[part], dtype=np.float64))
-        if part in pools.parts
-        else 0.0
+    spreads = {
+        part: abs(weight) * float(np.std(pools.parts.get(part, 0.0), dtype=np.float64))
         for part, weight in weights.by_part().items()
-    ]
-    total = sum(spreads)
-    return tuple(spread / total for spread in spreads) if total else None
+    }
+    total = sum(spreads.values())
+    return {part: spread / total for part, spread in spreads.items()} if total else None
 
 
 def fit_calibration(scores: Scores, right: Bools) -> tuple[float, float] | None:

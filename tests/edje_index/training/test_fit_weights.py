@@ -91,9 +91,8 @@ def test_the_chosen_weights_have_a_relevance_and_shares_of_the_spread():
         for part, weight in chosen.by_part().items()
     }
     total = sum(products.values())
-    assert chosen.shares == pytest.approx(
-        [product / total for product in products.values()], rel=1e-4
-    )
+    shares = {part: product / total for part, product in products.items()}
+    assert chosen.shares == pytest.approx(shares, rel=1e-4)
     share = 100 * products["embedding"] / total
     assert f"{share:.0f} % embedding similarity" in chosen.described()
 
