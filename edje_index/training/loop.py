@@ -130,7 +130,10 @@ def run_worker(
         torch.set_num_threads(config.run.threads or 1)
     device = resolve_device(config.run.device)
     run = _Run(task, group, device, should_stop, on_record)
-    run.prepare()
+    report = partial(run.write, -1, CAPTIONS)
+    for data in (task.data, task.dev):
+        if data is not None:
+            prepare_captions(data, task.start, device, group, should_stop, report)
     start = ModelBundle.load(task.start, verify=False)
     inputs = config.inputs
     teacher = None
@@ -279,15 +282,6 @@ class _Run:
             record |= more
             append_record(self.task.config.run.folder, record)
             self.on_record(record)
-
-    def prepare(self) -> None:
-        """Prepare the training captions and the dev captions."""
-        task = self.task
-        report = partial(self.write, -1, CAPTIONS)
-        common = (self.device, self.group, self.should_stop, report)
-        for data in (task.data, task.dev):
-            if data is not None:
-                prepare_captions(data, task.start, *common)
 
     def train(
         self,

@@ -39,9 +39,10 @@ from pipelines.jobs.training.run import TrainResult
 from pipelines.progress.events import (
     JobStopped,
     OnEvent,
-    Progress,
     ShouldStop,
     StatusMessage,
+    progress_callback,
+    stop_at_events,
 )
 from pipelines.progress.wording import by_reason, counted
 from storage_formats.atomic import Json, json_bytes, write_bytes_atomic
@@ -57,7 +58,6 @@ _LANGUAGE_FILES = (
     "vocab.txt",
 )
 _TOKENIZER = "joint/tokenizer.json"
-_REPORT_SECONDS = 5.0
 _LOSSES = ("loss", "itm", "mlm", "recovery", "distillation", "accuracy")
 
 
@@ -97,7 +97,9 @@ def run_training(
                     f"{len(shared):,} images are in both the training set and the dev"
                     " set; give separate indexes, or different splits"
                 )
-        record, fingerprint = _record(settings, features, data, dev)
+        record = _record(settings, features, data, dev)
+        content = json.dumps(record, sort_keys=True).encode()
+        fingerprint = hashlib.sha256(content).hexdigest()
         if run.out.exists():
             return _finished_result(settings, fingerprint)
         count = int(data.caption_starts[-1])
@@ -125,8 +127,8 @@ def _record(
     features: BundleInfo,
     data: TrainingData,
     dev: TrainingData | None,
-) -> tuple[Json, str]:
-    """Return a record of everything that determines the trained weights, and its hash.
+) -> Json:
+    """Return a record of everything that determines the trained weights.
 
     The record has the settings by ``group.key``. Digests replace the data and the
     models that the settings name.
@@ -135,26 +137,22 @@ def _record(
     # only the number of workers changes the trained weights.
     groups = settings.model_dump(mode="json", exclude={"fitting"})
     groups["run"] = {"workers": settings.run.workers}
-    inputs = groups["inputs"]
-    for name in ("language", "init", "teacher"):
-        path = getattr(settings.inputs, name)
-        if path is not None:
-            inputs[name] = _model_digest(path)
+    digests: Json = {"model": features.fingerprint, "index": data.digest}
+    if dev is not None:
+        digests["dev"] = dev.digest
     for name in ("miner", "teacher_features"):
-        if inputs[name] is not None:
-            inputs[name] = CommittedIndex.open(inputs[name]).manifest.model[
-                "fingerprint"
-            ]
-    inputs["model"] = features.fingerprint
-    inputs["index"] = data.digest
-    inputs["dev"] = None if dev is None else dev.digest
-    record = {
+        if (location := getattr(settings.inputs, name)) is not None:
+            built_by = CommittedIndex.open(location).manifest.model
+            digests[name] = built_by["fingerprint"]
+    for name in ("language", "init", "teacher"):
+        if (path := getattr(settings.inputs, name)) is not None:
+            digests[name] = _model_digest(path)
+    groups["inputs"] |= digests
+    return {
         f"{group}.{key}": value
         for group, values in groups.items()
         for key, value in values.items()
     }
-    content = json.dumps(record, sort_keys=True).encode()
-    return record, hashlib.sha256(content).hexdigest()
 
 
 def _model_digest(path: Path) -> str:
@@ -234,10 +232,9 @@ def _finished_result(settings: TrainSettings, fingerprint: str) -> TrainResult:
             final score.
     """
     out = settings.run.out
-    result = _read_result(settings.run.folder)
-    bundle = read_bundle_info(out).fingerprint
-    expected = (fingerprint, bundle, settings.fitting.model_dump())
-    if result is None or (result.run, result.fingerprint, result.fitting) != expected:
+    result = _result_of(out, settings.run.folder)
+    expected = (fingerprint, settings.fitting.model_dump())
+    if result is None or (result.run, result.fitting) != expected:
         raise UsageError(
             f"{out} exists already, and another run made it, or this run with other"
             " settings of the final score (group 'fitting'); remove this folder to"
@@ -247,18 +244,22 @@ def _finished_result(settings: TrainSettings, fingerprint: str) -> TrainResult:
     return replace(result, already_finished=True)
 
 
-def _read_result(folder: Path) -> TrainResult | None:
-    """Return the result in a run folder; None if the run has not finished."""
+def _result_of(bundle: Path, folder: Path) -> TrainResult | None:
+    """Return the result in the run folder `folder`; None if its run did not make
+    `bundle`.
+    """
     path = folder / "result.json"
     if not path.exists():
         return None
     try:
-        return TypeAdapter(TrainResult).validate_json(path.read_bytes(), strict=True)
+        result = TypeAdapter(TrainResult).validate_json(path.read_bytes(), strict=True)
     except (OSError, ValidationError) as error:
         raise EdjeError(
             f"cannot read {path}: {error}; restore the file, or remove it and the"
             " bundle to write both again from the last checkpoint"
         ) from error
+    is_of_bundle = result.fingerprint == read_bundle_info(bundle).fingerprint
+    return result if is_of_bundle else None
 
 
 def _continued_run(settings: TrainSettings) -> tuple[Path, str] | None:
@@ -273,8 +274,8 @@ def _continued_run(settings: TrainSettings) -> tuple[Path, str] | None:
     if bundle is None or not settings.optimizer.continued:
         return None
     folder = bundle.with_name(f"{bundle.name}.run")
-    result = _read_result(folder)
-    if result is None or result.fingerprint != read_bundle_info(bundle).fingerprint:
+    result = _result_of(bundle, folder)
+    if result is None:
         raise UsageError(
             f"{folder} is not the folder of the run that made {bundle}, so its"
             " optimiser cannot continue; set optimizer.continued to false"
@@ -319,15 +320,10 @@ def _check_teacher(
 
 def _run_steps(task: TrainTask, on_event: OnEvent, should_stop: ShouldStop) -> None:
     """Train from the last checkpoint to the last step, in this process or on Ray."""
-    last = -_REPORT_SECONDS
 
     def report(record: Json) -> None:
-        nonlocal last
-        is_important = "lr" not in record or record["step"] == record["steps"]
-        if is_important or time.monotonic() - last >= _REPORT_SECONDS:
-            last = time.monotonic()
-            scoring = _scoring_steps(task, record["step"])
-            on_event(StatusMessage(describe_record(record, scoring)))
+        scoring = _scoring_steps(task, record["step"])
+        on_event(StatusMessage(describe_record(record, scoring)))
 
     try:
         run = task.config.run
@@ -357,16 +353,9 @@ def _write_bundle(
     """
     settings = task.config
     run = settings.run
-
-    def progress(activity: str, done: int, total: int) -> None:
-        if should_stop():
-            raise JobStopped(
-                f"stopped while {activity}, after {done:,} of {total:,}; run the"
-                " command again to continue"
-            )
-        on_event(Progress(activity, done, total))
-
-    bundle, steps, choices = finish_model(task, progress)
+    stopped = "the training run stopped before its bundle was written"
+    report = stop_at_events(on_event, should_stop, stopped)
+    bundle, steps, choices = finish_model(task, progress_callback(report))
     images = task.data.images
     captions = int(task.data.caption_starts[-1])
     distilled = ""
