@@ -10,7 +10,6 @@ of workers.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import math
 import shutil
@@ -45,7 +44,7 @@ from edje_index.models.joint_inputs import (
 )
 from edje_index.training.workers import WorkerGroup
 from storage_formats.arrays import Array, Floats, Ints
-from storage_formats.atomic import fsync_paths, write_bytes_atomic
+from storage_formats.atomic import fsync_paths, replacing
 from storage_formats.codecs import finest
 from storage_formats.errors import CorruptIndexError, TaskInterrupted, UsageError
 from storage_formats.format.manifest import CommittedIndex
@@ -369,9 +368,8 @@ def prepare_captions(
                 records = np.empty(len(captions), fields)
                 for name, values in columns.items():
                     records[name] = values
-                content = io.BytesIO()
-                np.save(content, records)
-                write_bytes_atomic(shards[number], content.getvalue())
+                with replacing(shards[number]) as file:
+                    np.save(file, records)
                 finished = sum(shard.exists() for shard in shards)
                 if finished < len(shards):
                     on_shard(finished, len(shards))

@@ -214,7 +214,7 @@ class JointObjective(nn.Module):
         self._step_tokens = step_tokens
         self._gather = gather
         # `Teacher` is not a PyTorch module, so its weights are not part of this module.
-        self._teacher = (teacher,)
+        self._teacher = teacher
         head = joint.language_model.cls.predictions
         if not config.mlm_weight:
             for part in (head.transform, head.bias):
@@ -240,8 +240,8 @@ class JointObjective(nn.Module):
                 random_subset(self.adapter(as_input(batch.patches)), self._step_tokens)
             )
             teacher_tokens = None
-            if (teacher := self._teacher[0]) is not None:
-                teacher_tokens = self._gather(teacher.tokens(batch))
+            if self._teacher is not None:
+                teacher_tokens = self._gather(self._teacher.tokens(batch))
         # The joint encoder reads `leaf`, a copy of the tokens in full precision. All
         # chunks add their gradients to those of `leaf`, and the backward pass of the
         # adapter starts from the sum.
@@ -306,10 +306,10 @@ class JointObjective(nn.Module):
         if chunk.embeddings is not None:
             projected = self.joint.text_projection(cls[-chunk.pairs :])
             losses["recovery"] = recovery_loss(projected.float(), chunk.embeddings)
-        if (teacher := self._teacher[0]) is not None:
+        if self._teacher is not None:
             assert chunk.teacher is not None
             assert teacher_tokens is not None
-            taught = teacher.logits(chunk.teacher, teacher_tokens)
+            taught = self._teacher.logits(chunk.teacher, teacher_tokens)
             losses["distillation"] = distillation_loss(parts, groups(taught))
         best = torch.cat([images, texts], dim=1).amax(dim=1)
         losses["accuracy"] = (positive > best).float().mean()
