@@ -31,7 +31,8 @@ def test_images_are_added_and_replaced_by_name(tmp_path):
     ) == (2, 0, 0, 24, 2)
     # an equal image gets a row of its own
     assert same_bits(index.store.fetch([16, 3]), index.store.fetch([24, 25]))
-    assert [hit.row_id for hit in index.search_image(other, k=2)] == [16, 24]
+    # The scores of equal images differ by rounding.
+    assert {hit.row_id for hit in index.search_image(other, k=2)} == {16, 24}
     assert [hit.described() for hit in index.rerank("a dog", ["one"])] == [
         "a red canoe"
     ]
