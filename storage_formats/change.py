@@ -38,6 +38,7 @@ from storage_formats.format.journal import (
 )
 from storage_formats.format.layout import ROOT, IndexSpec, Layout
 from storage_formats.format.manifest import (
+    REPLACED,
     CommittedIndex,
     Manifest,
     created_by,
@@ -49,7 +50,7 @@ from storage_formats.format.places import Directory, Place, open_place
 from storage_formats.format.receipts import ShardReceipt, read_receipts
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.remote.objects import ObjectStoreError
-from storage_formats.remote.urls import IndexLocation
+from storage_formats.remote.urls import IndexLocation, is_url
 
 LEAST_SNAPSHOTS = 32
 MOST_SNAPSHOTS = 64
@@ -241,7 +242,7 @@ class Change:
         had_nothing_to_do = False
         try:
             yield
-            if self._is_committed():
+            if self._is_committing:
                 remove_build(layout)
             else:
                 # The block ended without an error and without a commit. Unless the
@@ -308,14 +309,10 @@ class Change:
         )
         return replace(manifest, snapshot=snapshot, created_by=created_by())
 
-    def commit(self, manifest: Manifest, data: bytes | None = None) -> list[int]:
+    def commit(self, manifest: Manifest) -> list[int]:
         """Commit `manifest`, whose tables and other files are all on disk. Return the
         length in bytes of each data file that was removed because no kept snapshot
         names it.
-
-        Args:
-            data: bytes of `index.json`, if the index is a copy of another one. None
-                writes those of `manifest`.
 
         The steps are, in this order:
 
@@ -350,7 +347,7 @@ class Change:
             write_array_shapes(layout, after)
         if not self._is_unchanged():
             raise EdjeError(
-                f"another process has changed {layout.root} during this change, so"
+                f"another process has changed {layout.location} during this change, so"
                 " nothing was committed; run the same command again, on the same"
                 " machine as other changes"
             )
@@ -361,10 +358,7 @@ class Change:
             is_new = manifest.snapshot.number > number
             if is_new and earlier is not None:
                 layout.write(layout.snapshot(number), earlier)
-        if data is None:
-            manifest.write(layout)
-        else:
-            layout.commit(data)
+        manifest.write(layout)
         if current is None:
             return []
         # an erasure has created this directory
@@ -479,6 +473,83 @@ def begin_new_index(
             earlier = None
         stack.enter_context(change._running(earlier))
         yield change
+
+
+@contextlib.contextmanager
+def begin_copy(
+    index: CommittedIndex,
+    out: IndexLocation,
+    *,
+    replace: bool = False,
+    notify: Notify = lambda message: None,
+) -> Iterator[Change]:
+    """Begin to copy the snapshot of `index` to `out`, or resume a copy to `out`. The
+    caller copies the files that `out` lacks, and commits the manifest of `index`.
+
+    A directory must be free, see `begin_new_index`. At a URL, the copy may add its
+    snapshot to an index that it loses nothing of.
+
+    Args:
+        replace: True allows the copy to discard snapshots and files of the index at
+            `out`, a URL, that `index` does not have. If there are any, readers find no
+            index there until the copy ends.
+
+    Raises:
+        UsageError: `out` is read-only, or has an index that the copy would discard.
+        CorruptIndexError: `out` has a damaged index.
+        UnfinishedChangeError: another change of the index at `out` was stopped.
+        EdjeError: another process is changing the index at `out`.
+    """
+    if not is_url(out):
+        with begin_new_index(out, "copy", notify=notify) as change:
+            yield change
+        return
+    with open_place(out) as place, place.claimed():
+        before: CommittedIndex | None = None
+        earlier: Journal | None = None
+        try:
+            earlier = _recover(place)
+            if place.read(place.manifest) not in (None, REPLACED):
+                before = CommittedIndex.at(place)
+                _refuse_loss(index, before)
+        except (CorruptIndexError, UsageError):
+            if not replace:
+                raise
+            before = None
+        if replace:
+            # The caller removes the files of an unfinished change.
+            remove_build(place)
+            earlier = None
+        # `index.json` is overwritten and not deleted. An object store deletes without a
+        # condition, so a delayed request could remove the `index.json` of the copy.
+        if before is None and place.manifest.exists():
+            place.commit(REPLACED)
+        change = Change(place, before, "copy", None)
+        with change._running(earlier):
+            yield change
+
+
+def _refuse_loss(index: CommittedIndex, before: CommittedIndex) -> None:
+    """Raise UsageError if the index `before` has a snapshot or a file that `index` does
+    not have, because a copy of `index` in its place would discard it.
+    """
+    kept = kept_snapshots(index)
+    snapshot = before.manifest.snapshot
+    if snapshot in [each.snapshot for each in kept]:
+        # A conversion may replace a shard table without discarding a file that it
+        # lists.
+        own_entries = {*named_files(index, kept)}
+        lost = {*named_files(before)} - {*before.manifest.shard_tables} - own_entries
+        if not lost:
+            return
+        what = f"has the file {min(file.path for file in lost)}"
+    else:
+        what = f"is at snapshot {snapshot.number}"
+    raise UsageError(
+        f"{before.location} {what}, which {index.location} does not have; choose"
+        " another destination. To discard that index, copy with replace=True",
+        parameter="out",
+    )
 
 
 def collect_garbage(

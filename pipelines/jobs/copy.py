@@ -24,6 +24,8 @@ from pipelines.jobs.changing import (
     ShardWork,
     apply,
     begin_new,
+    notifier,
+    resumable,
     rows_passing,
 )
 from pipelines.jobs.plan import (
@@ -44,6 +46,7 @@ from pipelines.progress.wording import counted
 from storage_formats.arguments import as_list
 from storage_formats.arrays import Ints
 from storage_formats.atomic import Json
+from storage_formats.change import begin_copy, remove_what_is_not_kept
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.file_check import FileEntry
@@ -74,11 +77,7 @@ from storage_formats.remote.urls import (
 )
 from storage_formats.threads import ordered_map
 from storage_formats.writing.copying import ERASED, RowCopier
-from storage_formats.writing.index_copy import (
-    begin_remote_copy,
-    copy_to_directory,
-    manifest_bytes,
-)
+from storage_formats.writing.index_copy import copy_to_place
 
 _FILES_AT_ONCE = 8
 # NumPy type of a SHA-256 in hexadecimal
@@ -454,26 +453,22 @@ def copy_index(
             f"copying {len(files):,} files of snapshot {manifest.snapshot.number}"
         )
     )
-    if is_url(target):
-        with begin_remote_copy(opened, str(target), replace=replace) as remote:
-            copied = _copy_files(files, remote.put, on_event, should_stop)
-            remote.commit()
-            if replace:
-                remote.remove_others()
-    else:
-        data = manifest_bytes(opened)
-        request = {"manifest": hashlib.sha256(data).hexdigest()}
-        with begin_new(local_path(out), "copy", request, on_event) as new:
-            # A stopped copy keeps its files only if it has a receipt or a plan.
-            # This copy writes no receipts, so it stores a plan.
-            new.store_plan({"files": len(files)})
-            copied = _copy_files(
-                files,
-                lambda file: copy_to_directory(opened, file, new.layout),
-                on_event,
-                should_stop,
-            )
-            new.commit(manifest, data)
+    with (
+        begin_copy(
+            opened, target, replace=replace, notify=notifier(on_event)
+        ) as change,
+        resumable(target),
+    ):
+        # A stopped copy keeps its files only if it has a receipt or a plan. This copy
+        # writes no receipts, so it stores a plan.
+        change.store_plan({"files": len(files)})
+        copied = _copy_files(opened, files, change.layout, on_event, should_stop)
+        change.commit(manifest)
+        if replace or change.before is None:
+            # An earlier index or a stopped copy of another snapshot has left these.
+            place = change.layout
+            place.remove(place.names(place.snapshots))
+            remove_what_is_not_kept(place, tables=True, shards=True)
     return CopyResult(
         rows=count,
         shards=spec.used_shards,
@@ -486,16 +481,21 @@ def copy_index(
 
 
 def _copy_files(
+    index: CommittedIndex,
     entries: Sequence[FileEntry],
-    copy: Callable[[FileEntry], bool],
+    place: Place,
     on_event: OnEvent,
     should_stop: ShouldStop,
 ) -> list[FileEntry]:
-    """Call `copy` for each entry, in several threads. Return the entries for which
-    `copy` returned True, because the file was not yet at the destination.
+    """Copy the files `entries` of `index` to `place`, in several threads. Return the
+    entries of the files that were not yet there.
     """
     copied = []
     done = 0
+
+    def copy(entry: FileEntry) -> bool:
+        return copy_to_place(index, entry, place)
+
     until_stopped = itertools.takewhile(lambda _: not should_stop(), entries)
     with contextlib.closing(
         ordered_map(copy, until_stopped, _FILES_AT_ONCE, 2 * _FILES_AT_ONCE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -49,7 +48,6 @@ _OLD_MAJORS = ("1", "2")
 MAX_MANIFEST_BYTES = 64 << 20
 REPLACED = b"{}"
 """The contents of `index.json` while a copy replaces the index."""
-SNAPSHOT_FILE = re.compile(r"snapshots/\d+\.json")
 # The shard table stores shard numbers as int32.
 _MAX_SHARDS = 1 << 31
 # most rows of a rows file: this number, or this number per byte of the file

@@ -437,7 +437,7 @@ def test_an_unfinished_change_is_not_copied_over(index, other, folder):
     copy_index(index, URL)
     with begin_change(URL, "delete", {"rows": [1]}) as change:
         change.store_plan({})
-    with pytest.raises(UsageError, match=r"an unfinished change of .* would be lost"):
+    with pytest.raises(UnfinishedChangeError, match=r"'delete' of .* has not finished"):
         copy_index(index, URL)
     copy_index(index, URL, replace=True)
     assert not any(key.startswith("build/") for key in folder.list_sizes())

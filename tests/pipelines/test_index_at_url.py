@@ -29,6 +29,7 @@ from storage_formats import (
     read_rows,
     verify_index,
 )
+from storage_formats.change import begin_copy
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.places import Directory
@@ -39,7 +40,6 @@ from storage_formats.format.shard_table import (
     write_shard_table,
 )
 from storage_formats.remote.objects import ObjectFolder
-from storage_formats.writing.index_copy import begin_remote_copy
 from tests.conftest import ann_path, rows_path
 from tests.edje_index.search.indexes import build_photos
 from tests.pipelines.test_copy import check_equal, contents
@@ -119,7 +119,7 @@ def test_a_copy_loses_no_precision_and_no_nearest_neighbour_index(index, tmp_pat
 
 
 def test_one_writer_at_a_time(index, other, folder):
-    with begin_remote_copy(CommittedIndex.open(index), URL):
+    with begin_copy(CommittedIndex.open(index), URL):
         with pytest.raises(
             EdjeError, match=rf"process {os.getpid()} on .* is working on {URL}"
         ):
@@ -132,20 +132,20 @@ def test_one_writer_at_a_time(index, other, folder):
 
 
 def test_a_commit_never_takes_the_place_of_another(index, other, folder):
-    with begin_remote_copy(CommittedIndex.open(index), URL) as begun:
+    with begin_copy(opened := CommittedIndex.open(index), URL) as begun:
         put("index.json", (other / "index.json").read_bytes())
-        with pytest.raises(EdjeError, match="another writer changed"):
-            begun.commit()
+        with pytest.raises(EdjeError, match=f"another process has changed {URL}"):
+            begun.commit(opened.manifest)
     folder.delete(["index.json"])
     copy_index(index, URL)
-    with begin_remote_copy(CommittedIndex.open(index), URL) as begun:
+    with begin_copy(opened := CommittedIndex.open(index), URL) as begun:
         folder.delete([CLAIM])
         delete_rows(index, rows=[2])
         copy_index(index, URL)
         with pytest.raises(
             EdjeError, match=r"another process took over .*claim\.json during this"
         ):
-            begun.commit()
+            begun.commit(opened.manifest)
     check_equal(index, URL)
 
 
