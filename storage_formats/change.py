@@ -604,11 +604,6 @@ def collect_garbage(
                 with change._running(None):
                     sizes += change.commit(manifest)
         sizes += remove_what_is_not_kept(layout, tables=True, shards=True)
-        # An upgrade from an earlier format that was killed leaves these.
-        left = [layout.root / "verified.bin"] if layout.remote is None else []
-        for name in ("filters", "hashes"):
-            left += layout.names(layout.root / name)
-        sizes += layout.remove(left)
         return Removal(tuple(removed), len(sizes), sum(sizes))
 
 
@@ -715,8 +710,8 @@ def remove_what_is_not_kept(
         named.update(file.path for file in named_files(index, manifests))
         unnamed += [
             path
-            for shard_folder in layout.shard_folders()
-            for path in layout.names(shard_folder)
+            for folder in (*layout.shard_folders(), *layout.old_folders())
+            for path in layout.names(folder)
             if layout.relative(path) not in named
         ]
     return layout.remove(unnamed)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import functools
 import json
 import re
-import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,11 @@ from typing import Any
 import pyarrow as pa
 
 from storage_formats.atomic import Json, fsync_path, json_bytes
-from storage_formats.change import remove_what_is_not_kept
+from storage_formats.change import (
+    remove_build,
+    remove_what_is_not_kept,
+    write_array_shapes,
+)
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.directory import Directory
@@ -37,7 +40,6 @@ from storage_formats.format.parquet import read_table
 from storage_formats.format.rows import SOURCE_VALUES, VALUE_SCHEMA
 from storage_formats.format.shard_table import read_shard_table, write_shard_table
 from storage_formats.format.source_columns import SourceColumn, source_values_text
-from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.remote.urls import IndexLocation, local_path
 from storage_formats.writing.publish import write_removed
 from storage_formats.writing.rows_files import write_rows_files
@@ -102,14 +104,17 @@ def upgrade_index(
         ]
         if old:
             _end_change(layout, say)
+            # marks of earlier verifications
+            layout.remove([layout.root / "verified.bin"])
         write_rows = functools.cache(functools.partial(_write_rows, layout))
         for path in old:
             manifest = _upgraded(layout, path, values[path], write_rows)
             if path == layout.manifest:
-                for array, document in zarr_documents(layout, manifest.spec).items():
-                    layout.write(array, json_bytes(document))
+                write_array_shapes(layout, manifest.spec)
             layout.write(path, json_bytes(manifest.to_json()))
-        _remove_old_files(layout, is_upgraded=bool(old))
+        # Without a journal, no file belongs to an unfinished change.
+        if not layout.is_changing():
+            remove_what_is_not_kept(layout, tables=True, shards=True)
     return len(old)
 
 
@@ -127,14 +132,9 @@ def _end_change(layout: Directory, say: Callable[[str], None]) -> None:
             say(f"discarding the unfinished '{journal.kind}'")
     except CorruptIndexError:
         say("discarding an unfinished change whose journal is damaged")
-    kept = (layout.lock, layout.journal)
-    _remove([path for path in layout.build.iterdir() if path not in kept])
-    # The journal is removed last, because it tells the next run that the other files
-    # are leftovers. With the new `index.json`, it would seem to be that of a committed
-    # change, so its removal must reach the device first.
-    fsync_path(layout.build)
-    _remove([layout.journal])
-    fsync_path(layout.build)
+    # With the new `index.json`, the journal would seem to be that of a committed
+    # change, so its removal reaches the device first.
+    remove_build(layout)
 
 
 def _read(layout: Directory, path: Path) -> Json:
@@ -266,33 +266,3 @@ def _write_rows(
     table = pa.Table.from_pylist(values, VALUE_SCHEMA)
     rows_files = write_rows_files(layout, spec, columns, staged, None, table)
     return rows_files, write_removed(layout, removed)
-
-
-def _remove_old_files(layout: Directory, *, is_upgraded: bool) -> None:
-    """Remove the files that only earlier formats have. If they are left of an upgrade
-    that was stopped, `is_upgraded` is False.
-    """
-    leftovers = [
-        path
-        for path in (
-            layout.root / "filters",
-            layout.root / "hashes",
-            layout.root / "verified.bin",
-        )
-        if path.exists()
-    ]
-    is_left = any(
-        _OLD_ROWS.match(f"rows/{path.name}") for path in layout.rows.glob("*")
-    )
-    if not (is_upgraded or leftovers or is_left):
-        return
-    remove_what_is_not_kept(layout, tables=True, shards=True)
-    _remove(leftovers)
-
-
-def _remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)

@@ -288,6 +288,12 @@ class Layout:
         """
         return [self.root / name for name in _OWN_FOLDERS]
 
+    def old_folders(self) -> list[Path]:
+        """Return the directories that only earlier formats have. An upgrade that was
+        killed leaves them.
+        """
+        return [self.root / "filters", self.root / "hashes"]
+
     def data_folders(self) -> list[Path]:
         """Return all directories that contain committed files, except the root and
         `snapshots/`.
