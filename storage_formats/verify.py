@@ -5,10 +5,10 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-import itertools
 import json
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from storage_formats.codecs import Codec, codec, fill_record
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import crc32c_rows, read_checksums
 from storage_formats.format.committed_files import iter_shard_files
-from storage_formats.format.file_check import FileEntry, Problem, check_file, difference
+from storage_formats.format.file_check import FileEntry, Problem, check_file
 from storage_formats.format.index_files import IndexFile
 from storage_formats.format.layout import ROOT, IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import (
@@ -164,7 +164,6 @@ def _problems(
         counts = add_counts(counts, shard_counts)
         if on_progress:
             on_progress(done, len(shards))
-    problems += filter(None, map(check_rows, range(len(first_shards))))
     # If a rows file cannot be read, its rows are missing from `counts`, so the totals
     # cannot be compared.
     is_complete = counts.inputs == manifest.spec.used_rows
@@ -174,8 +173,23 @@ def _problems(
             f" {asdict(counts)}"
         )
         problems.append(Problem(ROOT, "counts", message))
-    problems += _check_own_files(index)
-    problems += _check_earlier_snapshots(index)
+    problems += _check_other_files(index)
+    damaged = {problem.path for problem in problems}
+    contents = [
+        *map(check_rows, range(len(first_shards))),
+        _check_content(
+            manifest.snapshot.deleted, "deleted-rows", lambda: index.deleted
+        ),
+        _check_content(manifest.removed, "removed-inputs", lambda: index.removed),
+    ]
+    problems += [each for each in contents if each and each.path not in damaged]
+    vectors = manifest.ann.get("vectors")
+    has_all_rows = "rows" not in manifest.ann
+    if has_all_rows and vectors is not None and vectors != manifest.counts.indexed:
+        message = (
+            f"has {vectors} vectors, but {manifest.counts.indexed} rows are indexed"
+        )
+        problems.append(Problem("ann", "counts", message))
     return problems
 
 
@@ -235,68 +249,54 @@ def check_shard(
     listed = [files[path] for path in expected if path in files]
     with files_here(index, listed):
         problems += filter(None, [check_file(layout.root, entry) for entry in listed])
-        for each in codecs:
-            problems += _check_tokens(layout, spec, shard, each, indexed)
         if indexed is not None:
+            for each in codecs:
+                problems += _check_tokens(layout, spec, shard, each, indexed)
             problems += _check_embeddings(layout, spec, shard, indexed)
     return problems, counts
 
 
 def _check_tokens(
-    layout: Layout,
-    spec: IndexSpec,
-    shard: int,
-    token_codec: Codec,
-    indexed: Bools | None,
+    layout: Layout, spec: IndexSpec, shard: int, token_codec: Codec, indexed: Bools
 ) -> Iterator[Problem]:
     """Check each record of a token file against its CRC-32C, and the holes and the
     shard index against the rows table.
 
     Args:
-        indexed: bool [rows], which rows of the shard are indexed. None if the rows
-            table cannot be read; then holes and the shard index are not checked.
+        indexed: bool [rows], which rows of the shard are indexed.
     """
     path = layout.token_shard(token_codec.name, shard, len(token_codec.record_shape))
     rows = spec.shard_rows(shard)
     where = layout.relative(path)
     size = token_codec.record_bytes
     index_offset, length = padded_shard_bytes(len(rows), spec.shard_size, size)
+    step = max(1, _PIECE_BYTES // size)
     try:
         checksums = read_checksums(layout, token_codec.name, shard, len(rows))
         with IndexFile(layout.root, path) as file:
             if os.fstat(file.fileno()).st_size != length:
                 # `check_file` reports the wrong length.
                 return
-            step = max(1, _PIECE_BYTES // size)
+            fill = fill_record(token_codec)
             for first in range(0, len(rows), step):
-                count = min(step, len(rows) - first)
-                records = np.fromfile(file, dtype=np.uint8, count=count * size).reshape(
-                    count, size
-                )
-                for position in first + np.flatnonzero(
-                    crc32c_rows(records) != checksums[first : first + count]
+                stop = min(first + step, len(rows))
+                data = file.read((stop - first) * size)
+                records = np.frombuffer(data, np.uint8).reshape(-1, size)
+                for position in np.flatnonzero(
+                    crc32c_rows(records) != checksums[first:stop]
                 ):
-                    message = f"has a damaged block for row {rows.start + position}"
+                    row_id = rows[first + position]
+                    message = f"has a damaged block for row {row_id}"
                     yield Problem(where, "block-checksum", message)
-                # Without the rows table, no position is known to be a hole.
-                is_indexed = (
-                    np.ones(count, np.bool_)
-                    if indexed is None
-                    else indexed[first : first + count]
-                )
-                for position in np.flatnonzero(~is_indexed):
-                    if not (records[position] == fill_record(token_codec)[0]).all():
-                        message = (
-                            f"has data for row {rows.start + first + position}, which"
-                            " is a hole"
-                        )
-                        yield Problem(where, "hole", message)
+                holes = np.flatnonzero(~indexed[first:stop])
+                for position in holes[(records[holes] != fill).any(axis=1)]:
+                    row_id = rows[first + position]
+                    message = f"has data for row {row_id}, which is a hole"
+                    yield Problem(where, "hole", message)
             file.seek(index_offset)
             index = file.read()
     except (OSError, CorruptIndexError):
         # `check_file` reports files that cannot be read.
-        return
-    if indexed is None:
         return
     present = np.zeros(spec.shard_size, dtype=np.bool_)
     present[: len(rows)] = indexed
@@ -328,15 +328,24 @@ def _check_embeddings(
 
 
 def _check_rows(index: CommittedIndex, position: int) -> Problem | None:
-    """Check the rows file at `position` in `rows_files`."""
+    """Read the rows file at `position` in `rows_files`."""
+    groups = iter_row_groups(index, files=[position])
     entry = index.manifest.rows_files[position].file
+    return _check_content(entry, "rows", lambda: deque(groups, maxlen=0))
+
+
+def _check_content(
+    entry: FileEntry | None, code: str, read: Callable[[], object]
+) -> Problem | None:
+    """Return a problem of the kind `code` if `read`, which reads the file `entry`,
+    finds damage.
+    """
     try:
-        for _ in iter_row_groups(index, files=[position]):
-            pass
+        read()
     except CorruptIndexError as error:
         message = f"cannot be read: {error.__cause__ or error}"
-        return _check_file(index, entry) or Problem(entry.path, "rows", message)
-    return check_file(index.root, entry)
+        return Problem(entry.path if entry else ROOT, code, message)
+    return None
 
 
 @contextlib.contextmanager
@@ -404,42 +413,19 @@ def _check_metadata(index: CommittedIndex) -> Iterator[Problem]:
             )
 
 
-def _check_own_files(index: CommittedIndex) -> Iterator[Problem]:
-    """Check the files that no shard table lists, except the rows files and each
-    `zarr.json`, which `_problems` checks.
-    """
-    manifest = index.manifest
-    for name, file, code in (
-        ("deleted", manifest.snapshot.deleted, "deleted-rows"),
-        ("removed", manifest.removed, "removed-inputs"),
-    ):
-        try:
-            getattr(index, name)
-        except CorruptIndexError as error:
-            yield Problem(file.path if file else "", code, str(error))
-    for entry in (*manifest.offset_files, *manifest.shard_tables):
-        if problem := _check_file(index, entry):
-            yield problem
-    for entry in manifest.ann_files:
-        if problem := _check_file(index, entry):
-            yield replace(
-                problem,
-                message=f"{problem.message}; build the nearest-neighbour index again",
-            )
-    vectors = manifest.ann.get("vectors")
-    has_all_rows = "rows" not in manifest.ann
-    if has_all_rows and vectors is not None and vectors != manifest.counts.indexed:
-        yield Problem(
-            "ann",
-            "counts",
-            f"has {vectors} vectors, but {manifest.counts.indexed} rows are indexed",
-        )
-
-
 def _check_file(index: CommittedIndex, entry: FileEntry) -> Problem | None:
     """Compare the length and the CRC-32C of a file or an object with its entry."""
     with files_here(index, [entry]):
         return check_file(index.root, entry)
+
+
+def _check_files(
+    index: CommittedIndex, entries: Iterable[FileEntry]
+) -> Iterator[Problem]:
+    """Call `_check_file` for each of `entries`, sorted by path, in several threads."""
+    ordered = sorted(entries, key=lambda entry: entry.path)
+    check = functools.partial(_check_file, index)
+    yield from filter(None, ordered_map(check, ordered, _THREADS, 2 * _THREADS))
 
 
 def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
@@ -452,23 +438,13 @@ def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
     Raises:
         CorruptIndexError: a file is missing or differs from its entry.
     """
-
-    entries = sorted(named_files(index), key=lambda entry: entry.path)
-    lengths = index.place.lengths(entries) if only_lengths else {}
-
-    def check(entry: FileEntry) -> Problem | None:
-        if not only_lengths:
-            return _check_file(index, entry)
-        if entry.path not in lengths:
-            # It says why the file has no length.
-            return _check_file(index, entry)
-        return difference(entry, lengths[entry.path])
-
-    found: Iterable[Problem] = filter(
-        None, ordered_map(check, entries, _THREADS, 2 * _THREADS)
-    )
+    entries = list(named_files(index))
+    found: list[Problem] = []
     if only_lengths:
-        found = itertools.chain(found, _check_metadata(index))
+        lengths = index.place.lengths(entries)
+        entries = [each for each in entries if lengths.get(each.path) != each.bytes]
+        found += _check_metadata(index)
+    found += _check_files(index, entries)
     problems = [f"{problem.path} {problem.message}" for problem in found]
     if problems:
         rest = (
@@ -484,32 +460,26 @@ def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
         )
 
 
-def _check_earlier_snapshots(index: CommittedIndex) -> Iterator[Problem]:
-    """Check each file that only earlier snapshots name, and look for data files
-    that no snapshot names.
+def _check_other_files(index: CommittedIndex) -> Iterator[Problem]:
+    """Check each file of the kept snapshots that `check_shard` does not check, and look
+    for data files that no snapshot names.
     """
+    place = index.place
     try:
         manifests = kept_snapshots(index)
-        checked = set(named_files(index))
-        kept = set(named_files(index, manifests))
+        named = {*named_files(index, manifests)}
     except (CorruptIndexError, UsageError) as error:
         # A snapshot whose format version is not supported raises a UsageError.
         yield Problem(
             "snapshots", "snapshot", f"contains a snapshot that cannot be read: {error}"
         )
+        yield from _check_files(index, index.manifest.own_files)
         return
-    named = {entry.path for entry in kept}
-    for each in manifests:
-        named.update(map(index.layout.relative, index.layout.zarr_files(each.spec)))
-    others = sorted(kept - checked, key=lambda entry: entry.path)
-    check = functools.partial(_check_file, index)
-    yield from filter(None, ordered_map(check, others, _THREADS, 2 * _THREADS))
+    yield from _check_files(index, named - {entry for _, entry in index.shard_files()})
     # If a change is unfinished, files that no snapshot names may belong to it. They are
     # not reported, because the next change commits or removes them.
-    place = index.place
     if place.is_changing():
         return
-    layout = index.layout
     if index.remote is None:
         current = index.manifest.snapshot
         numbers = {manifest.snapshot.number for manifest in manifests}
@@ -518,21 +488,24 @@ def _check_earlier_snapshots(index: CommittedIndex) -> Iterator[Problem]:
         )
         lost = next((number for number in expected if number not in numbers), None)
         # A copy of an index holds only one snapshot, and has no directory `snapshots/`.
-        if lost is not None and layout.snapshots.exists():
+        if lost is not None and place.snapshots.exists():
             yield Problem(
-                layout.relative(layout.snapshot(lost)),
+                place.relative(place.snapshot(lost)),
                 "missing-file",
                 "cannot be read: it does not exist",
             )
-    paths: list[Path] = []
-    for folder in layout.data_folders():
+    expected_paths = {entry.path for entry in named}
+    for each in manifests:
+        expected_paths.update(map(place.relative, place.zarr_files(each.spec)))
+    for folder in place.data_folders():
         try:
-            paths += place.names(folder)
+            paths = place.names(folder)
         except OSError as error:
             text = f"cannot be listed: {error.strerror}"
-            yield Problem(layout.relative(folder), "missing-file", text)
-    for where in map(layout.relative, paths):
-        if where not in named and not _LEFT_BEHIND.fullmatch(where):
-            yield Problem(
-                where, "stray-file", "does not belong to this index; delete it"
-            )
+            yield Problem(place.relative(folder), "missing-file", text)
+            continue
+        for where in map(place.relative, paths):
+            if where not in expected_paths and not _LEFT_BEHIND.fullmatch(where):
+                yield Problem(
+                    where, "stray-file", "does not belong to this index; delete it"
+                )
