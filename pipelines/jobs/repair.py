@@ -40,7 +40,7 @@ from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c
 from storage_formats.format.committed_files import iter_shard_files
-from storage_formats.format.file_check import FileEntry, Problem
+from storage_formats.format.file_check import DAMAGED_FILE, FileEntry, Problem
 from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
 from storage_formats.format.offset import Offset, write_offset
 from storage_formats.format.rows import INDEXED, read_index_rows
@@ -127,6 +127,7 @@ def repair_index(
         opened = change.index
         layout = opened.layout
         damaged = {problem.path for problem in problems}
+        differing = {each.path for each in problems if each.code in DAMAGED_FILE}
         metadata = [layout.relative(path) for path in layout.zarr_files(opened.spec)]
         repaired += [
             RepairedFile(path, "index.json") for path in metadata if path in damaged
@@ -169,7 +170,7 @@ def repair_index(
         for done, (shard, entries) in enumerate(shards.items()):
             on_event(Progress("repairing", done, len(shards)))
             encoder = ShardEncoder(opened, shard, open_encoder, on_event, should_stop)
-            repair = ShardRepair(opened, shard, entries, encoder.encode)
+            repair = ShardRepair(opened, shard, entries, differing, encoder.encode)
             with files_here(opened, entries.values()):
                 repaired += repair.run()
             tokens = {

@@ -131,6 +131,10 @@ class Problem:
     message: str
 
 
+DAMAGED_FILE = ("missing-file", "length", "checksum")
+"""The codes of problems of files that differ from their entries."""
+
+
 def difference(entry: FileEntry, length: int, crc: int | None = None) -> Problem | None:
     """Compare the length of a file, and its CRC-32C unless `crc` is None, with its
     entry. Return None if they match.

@@ -18,7 +18,7 @@ from storage_formats.arrays import Bools, Ints, holes
 from storage_formats.codecs import Blocks, Codec, Records, fill_record
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.checksum import crc32c_rows, read_checksums
-from storage_formats.format.file_check import FileEntry, check_file
+from storage_formats.format.file_check import FileEntry
 from storage_formats.format.index_files import IndexFile
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.offset import stored_codec
@@ -56,6 +56,7 @@ class ShardRepair:
         shard: number of the shard.
         files: entries of the files of the shard in the shard table, keyed by path. On
             an object store, they must have been downloaded.
+        damaged: paths of the files that differ from their entries.
         encode_again: function that encodes images of the shard again.
         settled: paths of the token file and of the checksum file of each repaired
             precision. Both paths are in the set even if only one of the files was
@@ -65,6 +66,7 @@ class ShardRepair:
     index: CommittedIndex
     shard: int
     files: Mapping[str, FileEntry]
+    damaged: set[str]
     encode_again: EncodeAgain
     settled: set[str] = field(default_factory=set)
 
@@ -87,9 +89,7 @@ class ShardRepair:
         them.
         """
         for token_codec in self._codecs:
-            damaged = {
-                path for path in self._paths(token_codec) if not self._is_sound(path)
-            }
+            damaged = self.damaged.intersection(self._paths(token_codec))
             if not damaged:
                 continue
             for source, records in self._candidates(token_codec):
@@ -109,10 +109,6 @@ class ShardRepair:
         checksums = layout.checksums(name, self.shard)
         return layout.relative(tokens), layout.relative(checksums)
 
-    def _is_sound(self, path: str) -> bool:
-        entry = self.files.get(path)
-        return entry is not None and check_file(self.index.root, entry) is None
-
     def _candidates(self, token_codec: Codec) -> Iterator[tuple[str, Records]]:
         """Yield candidates (description of the source, records) for the committed
         records of the shard.
@@ -124,7 +120,7 @@ class ShardRepair:
         so there is one candidate for each place from which all records can come.
         """
         stored = self._stored(token_codec)
-        if not self._is_sound(self._paths(token_codec)[1]):
+        if self._paths(token_codec)[1] in self.damaged:
             yield "the tokens", stored
             yield from self._alternatives(
                 token_codec, np.ones(self._rows, dtype=np.bool_)
