@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, settings
 from storage_formats import IndexWriter
 from storage_formats.change import remove_build, write_array_shapes
 from storage_formats.format.layout import IndexSpec
-from storage_formats.format.manifest import CommittedIndex, Manifest
+from storage_formats.format.manifest import CommittedIndex, Manifest, created_by
 from storage_formats.format.places import Directory
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import (
@@ -35,7 +35,7 @@ from storage_formats.format.source_columns import SourceColumn
 from storage_formats.remote import objects
 from storage_formats.upgrade import upgrade_index
 from storage_formats.verify import verify_index
-from storage_formats.writing.publish import new_manifest
+from storage_formats.writing.publish import total_counts, write_tables
 from storage_formats.writing.shard_writer import ShardWriter
 from tests.object_store import FaultyProxy, s3_server, use_endpoint
 
@@ -128,11 +128,17 @@ def finish_index(
         "plan": "plan",
         "ann": {"kind": "none"},
     }
-    new_manifest(Directory(root), spec, receipts, columns, **origin).write(
-        Directory(root)
-    )
-    write_array_shapes(Directory(root), spec)
-    remove_build(Directory(root))
+    place = Directory(root)
+    Manifest(
+        spec=spec,
+        counts=total_counts(receipts),
+        columns=tuple(columns),
+        created_by=created_by(),
+        **origin,
+        **write_tables(place, spec, receipts, columns),
+    ).write(place)
+    write_array_shapes(place, spec)
+    remove_build(place)
     Directory(root).build.rmdir()
 
 

@@ -56,6 +56,8 @@ from storage_formats.format.manifest import (
     CommittedIndex,
     Counts,
     Manifest,
+    Snapshot,
+    created_by,
 )
 from storage_formats.format.offset import Offset, copy_offset, write_offset
 from storage_formats.format.places import Place, open_place
@@ -65,7 +67,6 @@ from storage_formats.format.source_columns import SourceColumn
 from storage_formats.remote.urls import IndexLocation, is_url
 from storage_formats.writing.publish import (
     add_counts,
-    new_manifest,
     total_counts,
     with_tombstones,
     write_removed,
@@ -316,19 +317,24 @@ class Edit:
         for each in manifests:
             for name, chain in each.encoded_from.items():
                 encoded_from[name] = max(encoded_from.get(name, ()), chain, key=len)
-        manifest = new_manifest(
-            layout,
-            spec,
-            receipts,
-            columns,
+        snapshot = Snapshot()
+        if self.details:
+            change = {**self.details, "created": now()}
+            snapshot = Snapshot(change=change, next_shard=spec.shards)
+        return Manifest(
+            spec=spec,
+            counts=total_counts(receipts),
             model=self.model or {},
             settings=with_processors(self.settings or {}, receipts),
             plan=self.work.fingerprint if self.work else "",
             ann=ann,
+            created_by=created_by(),
             encoded_from=encoded_from,
-            change={**self.details, "created": now()} if self.details else None,
+            snapshot=snapshot,
+            columns=columns,
+            removed=write_removed(layout, self.removed or ()),
+            **write_tables(layout, spec, receipts, columns),
         )
-        return replace(manifest, removed=write_removed(layout, self.removed or ()))
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,12 @@ from storage_formats.change import (
 from storage_formats.codecs import BF16, Blocks, codec
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Segment
-from storage_formats.format.manifest import Ann, CommittedIndex, Manifest
+from storage_formats.format.manifest import (
+    Ann,
+    CommittedIndex,
+    Manifest,
+    created_by,
+)
 from storage_formats.format.offset import stored_codec
 from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt, fetch_tables, fingerprint
@@ -62,7 +67,6 @@ from storage_formats.format.source_columns import (
 from storage_formats.remote.urls import IndexLocation, index_location
 from storage_formats.writing.publish import (
     add_counts,
-    new_manifest,
     next_first_row,
     total_counts,
     write_tables,
@@ -390,26 +394,28 @@ class IndexWriter:
         columns = self._columns.columns()
         change = self._change
         fetch_tables(place, self._receipts)
+        counts = total_counts(self._receipts)
+        tables = write_tables(place, spec, self._receipts, columns, change.before)
         if change.before is None:
             ann: Ann = {"kind": "none"} if build_ann is None else build_ann(place, spec)
             fingerprint = hashlib.sha256(self._encoder.encode()).hexdigest()
-            manifest = new_manifest(
-                place,
-                spec,
-                self._receipts,
-                columns,
+            manifest = Manifest(
+                spec=spec,
+                counts=counts,
                 model={"encoder": self._encoder, "fingerprint": fingerprint},
                 settings={},
                 plan=self._plan,
                 ann=ann,
+                created_by=created_by(),
+                columns=columns,
+                **tables,
             )
         else:
             before = change.index.manifest
-            tables = write_tables(place, spec, self._receipts, columns, change.index)
             manifest = replace(
                 before,
                 spec=spec,
-                counts=add_counts(before.counts, total_counts(self._receipts)),
+                counts=add_counts(before.counts, counts),
                 ann=before.ann_after_append(),
                 columns=columns,
                 **tables,

@@ -1,11 +1,11 @@
-"""Makes the manifest of an index, and writes the tables that the manifest names, from
+"""Writes the tables that the manifest of an index names, and sums up its counts, from
 the receipts of the shards.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 import pyarrow as pa
@@ -20,12 +20,10 @@ from storage_formats.format.layout import (
     Segment,
 )
 from storage_formats.format.manifest import (
-    Ann,
     CommittedIndex,
     Counts,
     Manifest,
     Snapshot,
-    created_by,
 )
 from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt
@@ -33,64 +31,6 @@ from storage_formats.format.shard_table import write_named_file, write_shard_tab
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.format.tombstones import Tombstones
 from storage_formats.writing.rows_files import write_rows_files
-
-
-def new_manifest(
-    layout: Place,
-    spec: IndexSpec,
-    receipts: Sequence[ShardReceipt],
-    columns: Sequence[SourceColumn] = (),
-    *,
-    model: Json,
-    settings: Json,
-    plan: str,
-    ann: Ann,
-    encoded_from: Mapping[str, tuple[str, ...]] | None = None,
-    change: Json | None = None,
-) -> Manifest:
-    """Write the tables of a new index. Return its manifest. The
-    caller commits the index by writing the manifest.
-
-    Args:
-        receipts: one receipt for each shard.
-        columns: source columns of the index.
-        model: description of the model. The required member `fingerprint` is a hash of
-            everything that determines the stored bytes.
-        settings: settings of the build.
-        plan: fingerprint of the build plan.
-        ann: value of `ann` in `index.json`, which describes the nearest-neighbour index
-            (SPEC.md section 10).
-        encoded_from: see `Manifest`.
-        change: value of `change` in `index.json` for a merge or a copy of rows. None
-            for a build.
-
-    Raises:
-        CorruptIndexError: a shard has no receipt, or the counts in a receipt do not add
-            up.
-    """
-    shards = sorted(receipt.shard for receipt in receipts)
-    if shards != list(spec.shard_numbers()):
-        raise CorruptIndexError(
-            f"{spec.used_shards} shards need one receipt each, but there are receipts"
-            f" for {len(set(shards))} shards; run the same command again to write the"
-            " missing shards"
-        )
-    snapshot = Snapshot()
-    if change is not None:
-        snapshot = Snapshot(change=change, next_shard=spec.shards)
-    return Manifest(
-        spec=spec,
-        counts=total_counts(receipts),
-        model=model,
-        settings=settings,
-        plan=plan,
-        ann=ann,
-        created_by=created_by(),
-        encoded_from=dict(encoded_from or {}),
-        snapshot=snapshot,
-        columns=tuple(columns),
-        **write_tables(layout, spec, receipts, columns),
-    )
 
 
 def write_tables(
@@ -114,7 +54,17 @@ def write_tables(
         written: place with the files of `receipts`, if they will replace files of
             `layout` later.
         values: new values of rows, see `write_rows_files`.
+
+    Raises:
+        CorruptIndexError: a shard of a new index has no receipt.
     """
+    shards = sorted(receipt.shard for receipt in receipts)
+    if before is None and shards != list(spec.shard_numbers()):
+        raise CorruptIndexError(
+            f"{spec.used_shards} shards need one receipt each, but there are receipts"
+            f" for {len(set(shards))} shards; run the same command again to write the"
+            " missing shards"
+        )
     written = written or layout
     staged: dict[int, tuple[Place, FileEntry]] = {}
     lines: dict[str, tuple[int, FileEntry]] = {}
@@ -146,9 +96,9 @@ def write_tables(
                 if not file.path.startswith(dropped):
                     lines.setdefault(file.path, (shard, file))
     for segment in spec.used_segments:
-        shards = spec.segment_shards(segment)
+        in_segment = spec.segment_shards(segment)
         if segment not in tables:
-            of_segment = [line for line in lines.values() if line[0] in shards]
+            of_segment = [line for line in lines.values() if line[0] in in_segment]
             tables[segment] = write_shard_table(layout, of_segment)
     return {
         "shard_tables": tuple(tables[segment] for segment in spec.used_segments),
