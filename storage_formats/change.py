@@ -156,7 +156,7 @@ class Change:
         """
         written = written or self.layout
         if not self.is_dry:
-            clear_staging(written.root)
+            shutil.rmtree(written.staging, ignore_errors=True)
         return read_receipts(written, shards, fingerprint)
 
     def abandon(self) -> None:
@@ -768,15 +768,6 @@ def check_free(layout: Place) -> None:
 
 def _entries(folder: Path) -> list[str]:
     return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-
-
-def clear_staging(root: str | Path) -> None:
-    """Remove the private files of workers that crashed. Call this only while no
-    worker writes to the index.
-    """
-    layout = Layout(Path(root))
-    shutil.rmtree(layout.staging, ignore_errors=True)
-    layout.staging.mkdir(parents=True, exist_ok=True)
 
 
 def write_array_shapes(layout: Place, spec: IndexSpec) -> None:

@@ -492,10 +492,7 @@ def _copy_files(
     """
     copied = []
     done = 0
-
-    def copy(entry: FileEntry) -> bool:
-        return copy_to_place(index, entry, place)
-
+    copy = partial(copy_to_place, index, place)
     until_stopped = itertools.takewhile(lambda _: not should_stop(), entries)
     with contextlib.closing(
         ordered_map(copy, until_stopped, _FILES_AT_ONCE, 2 * _FILES_AT_ONCE)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -32,7 +33,6 @@ from storage_formats.atomic import json_bytes
 from storage_formats.change import (
     Change,
     begin_change,
-    clear_staging,
     write_array_shapes,
 )
 from storage_formats.codecs import Blocks
@@ -41,7 +41,12 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c
 from storage_formats.format.committed_files import iter_shard_files
 from storage_formats.format.file_check import DAMAGED_FILE, FileEntry, Problem
-from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
+from storage_formats.format.manifest import (
+    CommittedIndex,
+    Manifest,
+    kept_snapshots,
+    offset_files,
+)
 from storage_formats.format.offset import Offset, write_offset
 from storage_formats.format.rows import INDEXED, read_index_rows
 from storage_formats.remote.urls import IndexLocation, local_path
@@ -132,7 +137,7 @@ def repair_index(
         repaired += [
             RepairedFile(path, "index.json") for path in metadata if path in damaged
         ]
-        clear_staging(layout.root)
+        shutil.rmtree(layout.staging, ignore_errors=True)
         if repaired:
             write_array_shapes(change.layout, opened.spec)
 
@@ -152,7 +157,7 @@ def repair_index(
                     dtype=settings.dtype,
                 )
 
-        for entry in opened.manifest.offset_files:
+        for entry in offset_files(opened.spec):
             if entry.path in damaged:
                 for origin, offset in _offset_origins(opened, model):
                     if crc32c(offset.tobytes()) == entry.crc32c:

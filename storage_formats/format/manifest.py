@@ -290,13 +290,6 @@ class Manifest:
         return [FileEntry.from_json(file) for file in self.ann.get("files", [])]
 
     @property
-    def offset_files(self) -> list[FileEntry]:
-        """The entry of the file with the values of the offset block. Empty if the index
-        has no offset block.
-        """
-        return offset_files(self.spec)
-
-    @property
     def own_files(self) -> list[FileEntry]:
         """The entries of all files that the manifest itself names: shard tables,
         rows files, tombstones, removed inputs, and the files of the nearest-neighbour
@@ -307,7 +300,7 @@ class Manifest:
             *(each.file for each in self.rows_files),
             *filter(None, [self.snapshot.deleted, self.removed]),
             *self.ann_files,
-            *self.offset_files,
+            *offset_files(self.spec),
         ]
 
     def stop_shard(self, position: int) -> int:

@@ -155,6 +155,16 @@ def row_schema(source_columns: Iterable[SourceColumn]) -> pa.Schema:
     )
 
 
+def typed_array(values: Iterable[Value | None], column_type: str) -> pa.Array:
+    """Return values of a source column, converted to the type of the column.
+
+    Raises:
+        ValueError, TypeError: a value does not match the type.
+    """
+    typed = [None if value is None else as_type(value, column_type) for value in values]
+    return pa.array(typed, ARROW_TYPES[column_type])
+
+
 def with_source_values(
     table: pa.Table,
     source_columns: Iterable[SourceColumn],
@@ -170,13 +180,8 @@ def with_source_values(
         ValueError, TypeError: a value does not match the type of its column.
     """
     for column in source_columns:
-        values = [(row or {}).get(column.name) for row in rows]
-        typed = [
-            None if value is None else as_type(value, column.type) for value in values
-        ]
-        table = table.append_column(
-            column.name, pa.array(typed, ARROW_TYPES[column.type])
-        )
+        values = ((row or {}).get(column.name) for row in rows)
+        table = table.append_column(column.name, typed_array(values, column.type))
     return table
 
 
@@ -307,11 +312,7 @@ def cast_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
                     " cannot have"
                 )
             if column.type != field.type:
-                values = [
-                    None if value is None else as_type(value, type_name(field.type))
-                    for value in column.to_pylist()
-                ]
-                column = pa.chunked_array([pa.array(values, field.type)])
+                column = typed_array(column.to_pylist(), type_name(field.type))
         arrays.append(column)
     # `cast` raises an error if a column that must not have nulls has one, or if values
     # cannot be converted.

@@ -35,7 +35,7 @@ from storage_formats.remote.objects import (
 )
 
 
-def copy_to_place(index: CommittedIndex, entry: FileEntry, place: Place) -> bool:
+def copy_to_place(index: CommittedIndex, place: Place, entry: FileEntry) -> bool:
     """Copy the file `entry` of `index` to the index at `place`, and compare the copied
     bytes with `entry`. Return False without a copy if `place` has the file already.
 
