@@ -103,21 +103,12 @@ def copy_file(root: Path, entry: FileEntry, target: BinaryIO) -> None:
     with opened:
         length = os.fstat(opened.fileno()).st_size
         refuse(path, difference(entry, length))
-        _copy_in_kernel(opened.fileno(), target.fileno(), length)
-        # Copy the bytes that the kernel has not copied.
+        # Only Linux has this system call, not every file system supports it, and it may
+        # copy fewer bytes. The remaining bytes are copied in the ordinary way, which
+        # raises an error if the disk itself fails.
+        with contextlib.suppress(AttributeError, OSError):
+            while count := os.copy_file_range(opened.fileno(), target.fileno(), length):
+                length -= count
         shutil.copyfileobj(opened, target)
         target.flush()
     refuse(path, difference(entry, *crc32c_file(Path(target.name))))
-
-
-def _copy_in_kernel(source: int, target: int, length: int) -> None:
-    """Copy up to `length` bytes between two file descriptors with a system call. The
-    call may copy fewer bytes, or none. Afterwards, the position of both descriptors is
-    the end of the copied bytes.
-    """
-    # Only Linux has this call, and not every file system supports it. Its errors are
-    # ignored, because the caller then copies the remaining bytes in the ordinary way,
-    # which raises an error if the disk itself fails.
-    with contextlib.suppress(AttributeError, OSError):
-        while length and (count := os.copy_file_range(source, target, length)):
-            length -= count
