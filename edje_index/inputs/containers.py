@@ -32,7 +32,7 @@ from edje_index.inputs.names import (
     sample_of,
     sidecar_names,
 )
-from edje_index.inputs.ranges import RangedFile, StreamWindow, open_ranged
+from edje_index.inputs.ranges import RangedFile, StreamWindow, Turns, open_ranged
 from edje_index.inputs.tars import Member, TarArchive, check_bytes
 from storage_formats.format.column_types import BYTES, column_kind
 from storage_formats.format.parquet import iter_batches, open_parquet
@@ -220,14 +220,14 @@ class ParquetImages:
         # A row group can only be read forward. Threads that read rows in order may be
         # in two groups. The file is read by one thread at a time.
         self._windows: dict[int, StreamWindow] = {}
-        self._lock = threading.Lock()
+        self._turns = Turns()
 
     def read(self, offset: int, size: int) -> bytes:
         if offset >= self._rows:
             raise ImageError("changed-since-plan", f"the file has no row {offset}")
         group = bisect.bisect_right(self._group_starts, offset) - 1
         row = offset - self._group_starts[group]
-        with self._lock:
+        with self._turns.at(offset):
             window = self._windows.pop(group, None) or StreamWindow(
                 functools.partial(self._images, group)
             )

@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple, TypeAlias
 
 from edje_index.images.decode import ImageError
@@ -49,7 +50,7 @@ KEPT_BLOCKS = 16
 # largest number of bytes of a pointer
 _MAX_POINTER = 1 << 15
 
-KEPT_BYTES = 32 << 20
+KEPT_BYTES = 16 << 20
 """Number of bytes of a stream that stay in memory after they are read, because several
 threads read slightly out of order.
 """
@@ -299,6 +300,34 @@ class BlockReader:
         return data
 
 
+class Turns:
+    """A lock of streams that can only be read forward. Of the threads that wait for it,
+    the thread with the lowest position gets it first.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._tickets: list[tuple[int, int]] = []
+
+    @contextmanager
+    def at(self, position: int) -> Iterator[None]:
+        """Hold the lock to read at `position`."""
+        ticket = position, threading.get_ident()
+        # The ticket is added without the lock, because threads that arrive during a
+        # read take part in the choice of the next thread.
+        self._tickets.append(ticket)
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: ticket == min(self._tickets))
+                yield
+        finally:
+            # The ticket is removed even if the thread is interrupted while it waits.
+            # Otherwise the ticket would block the other threads.
+            with self._changed:
+                self._tickets.remove(ticket)
+                self._changed.notify_all()
+
+
 class StreamItem(NamedTuple):
     """A part of a stream: the data at the positions [start, stop). A position is a byte
     of a decompressed tar or a row of a row group.
@@ -310,7 +339,8 @@ class StreamItem(NamedTuple):
 
 
 class StreamWindow:
-    """The latest items of a stream that can only be read forward. Thread-safe.
+    """The latest items of a stream that can only be read forward. Threads that share a
+    window take `Turns`.
 
     About `KEPT_BYTES` bytes of items are kept. The stream begins again if a requested
     position is before the kept items, or if the last read of the stream raised an
@@ -324,7 +354,6 @@ class StreamWindow:
 
     def __init__(self, begin: Callable[[], Iterator[tuple[int, bytes | None]]]) -> None:
         self._begin = begin
-        self._lock = threading.Lock()
         # (first position that cannot be read, error)
         self._damage: tuple[int, ImageError] | None = None
         self._restart()
@@ -344,35 +373,34 @@ class StreamWindow:
         the stream ends earlier. Raises ImageError if damage makes one of these
         positions unreadable.
         """
-        with self._lock:
-            if self._damage is not None and stop > self._damage[0]:
-                raise self._damage[1]
-            if self._is_broken or first < self._first:
-                self._restart()
-            while self._end < stop:
-                # After an exception, a generator yields no more items, which looks like
-                # the end of the stream.
-                self._is_broken = True
-                try:
-                    width, data = next(self._items, (0, None))
-                except ImageError as damage:
-                    self._damage = self._end, damage
-                    raise
-                self._is_broken = False
-                if not width:
-                    break
-                self._kept.append(StreamItem(self._end, self._end + width, data))
-                self._kept_bytes += len(data or b"")
-                self._end += width
-                while self._kept_bytes > KEPT_BYTES and self._kept[0].stop <= first:
-                    oldest = self._kept.popleft()
-                    self._first = oldest.stop
-                    self._kept_bytes -= len(oldest.data or b"")
-            items = []
-            # The search goes backwards, because most reads are near the last item.
-            for item in reversed(self._kept):
-                if item.stop <= first:
-                    break
-                if item.start < stop:
-                    items.append(item)
-            return items[::-1]
+        if self._damage is not None and stop > self._damage[0]:
+            raise self._damage[1]
+        if self._is_broken or first < self._first:
+            self._restart()
+        while self._end < stop:
+            # After an exception, a generator yields no more items, which looks like
+            # the end of the stream.
+            self._is_broken = True
+            try:
+                width, data = next(self._items, (0, None))
+            except ImageError as damage:
+                self._damage = self._end, damage
+                raise
+            self._is_broken = False
+            if not width:
+                break
+            self._kept.append(StreamItem(self._end, self._end + width, data))
+            self._kept_bytes += len(data or b"")
+            self._end += width
+            while self._kept_bytes > KEPT_BYTES and self._kept[0].stop <= first:
+                oldest = self._kept.popleft()
+                self._first = oldest.stop
+                self._kept_bytes -= len(oldest.data or b"")
+        items = []
+        # The search goes backwards, because most reads are near the last item.
+        for item in reversed(self._kept):
+            if item.stop <= first:
+                break
+            if item.start < stop:
+                items.append(item)
+        return items[::-1]

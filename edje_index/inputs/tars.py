@@ -14,7 +14,7 @@ from typing import IO, Any, cast
 import pyarrow as pa
 
 from edje_index.images.decode import ImageError
-from edje_index.inputs.ranges import RangedFile, StreamWindow
+from edje_index.inputs.ranges import RangedFile, StreamWindow, Turns
 
 MAX_EXPANSION = 100
 FREE_EXPANSION = 256 << 20
@@ -86,6 +86,7 @@ class TarArchive:
             if decompress is None
             else StreamWindow(lambda: self._chunks(decompress))
         )
+        self._turns = Turns()
 
     def members(self) -> Iterator[Member]:
         """Yield all members but directories, in order. Only headers are read.
@@ -206,7 +207,8 @@ class TarArchive:
         """
         if self._window is None:
             return self._file.pread(size, offset)
-        chunks = self._window.read(offset, offset + size)
+        with self._turns.at(offset):
+            chunks = self._window.read(offset, offset + size)
         return b"".join(
             (chunk.data or b"")[
                 max(0, offset - chunk.start) : max(0, offset + size - chunk.start)

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import io
 import os
+import random
 import signal
 import socket
+import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from edje_index.images.decode import REASONS, ImageError
+from edje_index.inputs import containers, ranges, tars
 from edje_index.inputs import refs as inputs
 from edje_index.inputs.containers import Container, read_packed
 from edje_index.inputs.refs import InputRef, read_bytes
@@ -106,3 +114,49 @@ def test_an_error_of_one_archive_leaves_the_others_open(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "open", lambda *a: opened.append(a[0]) or open_fd(*a))
     assert [read(path) for path in paths] == [b"bytes"] * 2
     assert opened == [os.fsencode(paths[0])]
+
+
+@pytest.mark.parametrize(("kind", "streams"), [("tar", 1), ("parquet", 4)])
+def test_threads_that_read_in_order_share_a_stream(
+    tmp_path, monkeypatch, kind, streams
+):
+    size = 20_000
+    images = [random.Random(number).randbytes(size) for number in range(80)]
+    # the images of 16 threads, and four more
+    monkeypatch.setattr(ranges, "KEPT_BYTES", 20 * size)
+    monkeypatch.setattr(tars, "_CHUNK", size // 2)
+    begun = []
+
+    class SlowWindow(ranges.StreamWindow):
+        """Counts how often a stream begins. While it reads, other threads wait."""
+
+        def _restart(self):
+            begun.append(self)
+            super()._restart()
+
+        def read(self, first, stop):
+            time.sleep(0.002)
+            return super().read(first, stop)
+
+    for module in (containers, tars):
+        monkeypatch.setattr(module, "StreamWindow", SlowWindow)
+    path = tmp_path / f"packed.{kind}"
+    if kind == "tar":
+        member = tarfile.TarInfo("photo.jpg")
+        member.size = size
+        with tarfile.open(path, "w:gz") as archive:
+            for image in images:
+                archive.addfile(member, io.BytesIO(image))
+        with tarfile.open(path) as archive:
+            offsets = [each.offset_data for each in archive]
+    else:
+        pq.write_table(pa.table({"image": images}), path, row_group_size=20)
+        offsets = range(len(images))
+    with ranges.open_ranged(bytes(path)) as file, ThreadPoolExecutor(16) as threads:
+        if kind == "tar":
+            opened = tars.TarArchive(file)
+        else:
+            opened = containers.ParquetImages(file, "image")
+        read = threads.map(lambda offset: opened.read(offset, size), offsets)
+        assert list(read) == images
+    assert len(begun) == streams
