@@ -12,9 +12,8 @@ embedding.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -223,8 +222,7 @@ def train_heads(
     mean = data.images.mean(0)
     std = data.images.std(0).clamp(min=1e-3)
     data, dev = (
-        PairFeatures((part.images - mean) / std, part.captions, part.image_of)
-        for part in (data, dev)
+        replace(part, images=(part.images - mean) / std) for part in (data, dev)
     )
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
@@ -232,14 +230,9 @@ def train_heads(
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr)
     steps = epochs * (len(data.captions) // batch_size)
-    warmup = max(1, int(0.03 * steps))
-
-    def rate(step: int) -> float:
-        return (
-            min(1.0, (step + 1) / warmup) * (1 + math.cos(math.pi * step / steps)) / 2
-        )
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, lr, total_steps=steps, pct_start=0.03, cycle_momentum=False
+    )
 
     def drop(values: torch.Tensor) -> torch.Tensor:
         return functional.dropout(values, dropout, heads.training)

