@@ -246,13 +246,15 @@ def paper(
         bundle = find_model(model, note)
     if not names or set(names) - set(EXPERIMENTS):
         raise click.UsageError(f"choose from {', '.join(EXPERIMENTS)}, or 'all'")
+    # The arguments of a command identify its step, so all paths are absolute. The study
+    # then finds its finished steps from any working directory.
     study = Study(
-        data,
-        out,
+        data.absolute(),
+        out.absolute(),
         lambda line: click.echo(line, err=not listing),
-        config,
+        config and config.absolute(),
         listing,
-        bundle,
+        bundle and bundle.absolute(),
     )
     reports = run_experiments(names, study)
     if not listing:

@@ -43,7 +43,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from edje_index.evaluation.report import check_report_folder, table, write_report
 from pipelines.environment import environment
-from storage_formats.errors import EdjeError
 
 Report: TypeAlias = dict[str, Any]
 """A report, or a part of it, as a JSON object."""
@@ -202,22 +201,6 @@ def results_of(
         last = (errors.read().strip() or "it took too long").splitlines()[-1]
         if code:
             yield {"case": "failed", "problem": f"ended with code {code}: {last}"}
-
-
-def run_command(*arguments: object) -> Report:
-    """Run `edje-index ARGUMENTS --json`, and return the object that it prints.
-
-    Raises:
-        EdjeError: the command failed.
-    """
-    words = [sys.executable, "-m", "pipelines.cli", *map(str, arguments), "--json"]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise EdjeError(
-            f"edje-index {arguments[0]} ended with exit code {done.returncode}"
-        )
-    report: Report = json.loads(done.stdout)
-    return report
 
 
 def summaries(results: Sequence[Report], reference: str) -> list[Report]:

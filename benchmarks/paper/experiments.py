@@ -22,6 +22,8 @@ import hashlib
 import json
 import math
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +33,7 @@ from typing import Any, TypeAlias
 from safetensors.numpy import load_file
 
 from benchmarks import fetch
-from benchmarks.harness import Report, Say, run_command, select
+from benchmarks.harness import Report, Say, select
 from benchmarks.peers import READER
 from edje_index.bundles.info import JOINT_WEIGHTS
 from edje_index.captions.reading import read_captions
@@ -131,52 +133,59 @@ class Study:
     model: Path | None = None
     _listed: set[str] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        # The paths are made absolute, because the arguments of a command identify its
-        # step. The study then finds its finished steps from any working directory.
-        for name in ("data", "out", "config", "model"):
-            path = getattr(self, name)
-            setattr(self, name, path and path.absolute())
-
     @property
     def folder(self) -> Path:
         """Directory with the folder of each step."""
         return self.out / "steps"
 
-    def captions(self, part: str) -> tuple[list[Path], Path, str | None]:
-        """Return the caption files, the base directory of their images, and the split
-        to read. The split is None if all images are read.
+    def images(self, part: str, *, full: bool = False) -> Path:
+        """Write a list of images with their captions, as a source of `edje-index
+        build`, and return its path.
 
         Args:
             part: a training phase, "pretrain" or "finetune", or the test data of a
                 benchmark, "flickr" or "coco".
+            full: list the images of all splits.
 
         Raises:
-            MissingDataError: the files are missing. The methods below also raise this
-                error.
+            MissingDataError: the caption files are missing. The methods below also
+                raise this error.
         """
+        split = None
         if part == "pretrain":
-            folder = self.data / "pretrain"
+            base = self.data / part
             kinds = (".jsonl", ".json", ".parquet", ".tar")
-            files = sorted(path for path in folder.glob("*") if path.suffix in kinds)
+            files = sorted(path for path in base.glob("*") if path.suffix in kinds)
             if not files:
                 raise MissingDataError(
-                    f"{folder} has no caption files; put the caption files of the"
+                    f"{base} has no caption files; put the caption files of the"
                     " pre-training images there"
                 )
-            return files, folder, None
-        name = "coco"
-        images = "."
-        if part == "flickr":
-            name = "flickr30k"
-            images = "flickr30k-images"
-        folder = self.data / name
-        file = folder / f"dataset_{name}.json"
-        if not file.is_file():
-            raise MissingDataError(
-                f"{file} is missing; put the Karpathy split file there"
-            )
-        return [file], folder / images, "train" if part == "finetune" else "test"
+        else:
+            folder = self.data / "coco"
+            base = folder
+            if part == "flickr":
+                folder = self.data / "flickr30k"
+                base = folder / "flickr30k-images"
+            files = [folder / f"dataset_{folder.name}.json"]
+            if not files[0].is_file():
+                raise MissingDataError(
+                    f"{files[0]} is missing; put the Karpathy split file there"
+                )
+            if not full:
+                split = "train" if part == "finetune" else "test"
+        out = self.folder / "images" / f"{part}-{split or 'all'}.jsonl"
+        if not out.exists():
+            rows: dict[str, Report] = {}
+            for file in files:
+                for item in read_captions(file, base, split):
+                    row: Report = {"path": item.path, "split": item.split}
+                    row = rows.setdefault(item.path, row | {"captions": []})
+                    row["captions"] += item.captions
+            out.parent.mkdir(parents=True, exist_ok=True)
+            lines = (json.dumps(row) + "\n" for row in rows.values())
+            write_bytes_atomic(out, "".join(lines).encode())
+        return out
 
     def tower(self, name: str) -> Path:
         """Return the path of the bundle with the towers `name`, a key of `TOWERS`."""
@@ -213,10 +222,9 @@ class Study:
         digest = hashlib.sha256(json.dumps([name, portable]).encode()).hexdigest()
         folder = self.folder / f"{name}-{digest[:12]}"
         stored = folder / "report.json"
-        report: Report = {}
         if stored.exists():
-            report = json.loads(stored.read_bytes())
-            return folder, report
+            return folder, json.loads(stored.read_bytes())
+        report: Report = {}
         command = [argument.replace(OUT, str(folder)) for argument in template]
         line = shlex.join(["edje-index", *command])
         if line not in self._listed:
@@ -224,13 +232,15 @@ class Study:
         self._listed.add(line)
         if not self.listing:
             folder.mkdir(parents=True, exist_ok=True)
-            try:
-                report = run_command(*command)
-            except EdjeError as error:
+            words = [sys.executable, "-m", "pipelines.cli", *command, "--json"]
+            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+            if done.returncode:
                 raise EdjeError(
-                    f"{error}: fix the cause in the output above and run the study"
-                    f" again, which keeps finished steps; the command was: {line}"
-                ) from None
+                    f"edje-index {command[0]} ended with exit code {done.returncode}:"
+                    " fix the cause in the output above and run the study again, which"
+                    f" keeps finished steps; the command was: {line}"
+                )
+            report = json.loads(done.stdout)
             write_bytes_atomic(stored, json.dumps(report, indent=1).encode())
         return folder, report
 
@@ -243,7 +253,7 @@ class Study:
                 return self.model
             raise MissingDataError(f"it is another model than {self.model}")
         # If data are missing, this raises an error before anything is computed.
-        self.captions(phase)
+        self.images(phase)
         if phase == "pretrain":
             language = self.data / "languages" / variant.language
             if not language.is_dir():
@@ -259,11 +269,11 @@ class Study:
         # An adapter that selects or merges patches is trained on the reduced patches,
         # and any other adapter on all patches.
         keeps_patches = variant.adapter in ("compressed", LOCAL.adapter)
+        reduction = ("--adapter", variant.adapter, "--tokens", variant.tokens)
         features = self.command(
             "features",
             *("model", "features", self.tower(variant.tower), f"{OUT}/model"),
-            *(() if keeps_patches else ("--adapter", variant.adapter)),
-            *(() if keeps_patches else ("--tokens", variant.tokens)),
+            *(() if keeps_patches else reduction),
         )[0]
         data = self.build(features / "model", phase)[0]
         command: list[object] = ["train", data, "--preset", preset]
@@ -305,28 +315,15 @@ class Study:
     def build(
         self, bundle: Path, part: str, *, full: bool = False
     ) -> tuple[Path, Report]:
-        """Index the images of `part`, with their captions. `part` has the values that
-        `captions` describes. If `full` is True, index the images of all splits.
+        """Index the images of `part`, with their captions. The arguments `part` and
+        `full` are those of `images`.
 
         Returns:
             The path of the index, and the report of the build.
         """
-        files, base, split = self.captions(part)
-        split = None if full else split
-        images = self.folder / "lists" / f"{part}-{split or 'all'}.jsonl"
-        if not images.exists():
-            captions: dict[str, list[str]] = {}
-            for file in files:
-                for item in read_captions(file, base, split):
-                    captions.setdefault(item.path, []).extend(item.captions)
-            images.parent.mkdir(parents=True, exist_ok=True)
-            lines = (
-                json.dumps({"path": path, "captions": texts}) + "\n"
-                for path, texts in captions.items()
-            )
-            write_bytes_atomic(images, "".join(lines).encode())
         out = f"{OUT}/images.edje"
         options = ("--model", bundle, "--out", out)
+        images = self.images(part, full=full)
         folder, report = self.command("build", "build", images, *options)
         return folder / "images.edje", report
 
@@ -348,23 +345,10 @@ class Study:
             The list `results` of the report, which is empty if commands are only
             listed.
         """
-        files, images, split = self.captions(benchmark)
-        command: list[object] = [
-            "eval",
-            self.build(bundle, benchmark, full=full)[0],
-            files[0],
-            "--images",
-            images,
-        ]
-        command += ["--split", split] if split else []
-        command += [
-            "--pool",
-            pool,
-            "--score",
-            score,
-            *options,
-            *(["--full"] if full else []),
-        ]
+        index = self.build(bundle, benchmark, full=full)[0]
+        command = ["eval", index, "--pool", pool, "--score", score, *options]
+        # All images of the index are candidates, but only test images are queries.
+        command += ["--full", "--split", "test"] if full else []
         results: list[Report] = self.command("eval", *command)[1].get("results", [])
         return results
 
@@ -373,10 +357,11 @@ def run_experiments(names: Sequence[str], study: Study) -> dict[str, Report]:
     """Run experiments and write their tables to the folder of the study. Return the
     tables by name.
     """
-    reports = {name: measured(EXPERIMENTS[name], study) for name in names}
-    for name, report in reports.items():
+    reports = {}
+    for name in names:
+        reports[name] = measured(EXPERIMENTS[name], study)
         if not study.listing:
-            text = "\n".join([*table_lines(report), ""])
+            text = "\n".join([*table_lines(reports[name]), ""])
             write_bytes_atomic(study.out / f"{name}.md", text.encode())
     return reports
 
@@ -547,9 +532,9 @@ def _stages(study: Study, variant: Variant) -> Values:
 def _search(study: Study, variant: Variant) -> list[Report]:
     bundle = study.trained(variant)
     index = study.build(bundle, "flickr")[0]
-    command = f"bench search {index} --model {bundle} --pool {_BATCH}".split()
-    only = ("--only", "rerank")
-    rows: list[Report] = study.command("search", *command, *only)[1].get("rows", [])
+    options = ("--model", bundle, "--pool", _BATCH, "--only", "rerank")
+    report = study.command("search", "bench", "search", index, *options)[1]
+    rows: list[Report] = report.get("rows", [])
     return rows
 
 
@@ -569,9 +554,7 @@ def _aligned(study: Study, variant: Variant) -> Values:
     local, compressed = (
         study.build(study.trained(each), "flickr")[0] for each in (LOCAL, Variant())
     )
-    files, images, split = study.captions("flickr")
-    options = ["--captions", files[0], "--images", images, "--against", compressed]
-    options += ["--split", split] if split else []
+    options = ["--captions", study.images("flickr"), "--against", compressed]
     tokens, _ = _block_shape(study, variant)
     report = study.command(
         "explain", "explain", local, *options, "--out", f"{OUT}/explain.html"
@@ -628,8 +611,8 @@ def _vision_milliseconds(study: Study, variant: Variant) -> float | None:
     report = study.build(study.trained(variant), "flickr")[1]
     if not report:
         return None
-    seconds = float(report["stage_seconds"]["encode"])
-    return 1e3 * _BATCH * seconds / int(report["indexed"])
+    seconds = report["stage_seconds"]["encode"]
+    return float(1e3 * _BATCH * seconds / report["indexed"])
 
 
 _MEASURES: Mapping[str, Callable[..., Values]] = {
