@@ -13,7 +13,6 @@ import click
 
 from pipelines.cli.command import Job, command
 from pipelines.cli.output import note, print_result
-from storage_formats.format.layout import SHARD_SIZE, IndexSpec
 
 
 @click.group()
@@ -30,7 +29,7 @@ def _run(job: Job, **changes: Any) -> Iterable[str]:
     """Run a benchmark and return the lines of its report. The exit code is 1 if a run
     failed or if its result was wrong.
     """
-    from benchmarks.harness import report_lines
+    from benchmarks.harness import FAILURES, report_lines
 
     # SIGTERM raises KeyboardInterrupt, which also ends the process of the current run.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -38,18 +37,18 @@ def _run(job: Job, **changes: Any) -> Iterable[str]:
         report = job.run(**changes)
     finally:
         signal.signal(signal.SIGTERM, before)
-    problems = [[row["case"], *row["problems"]] for row in report["rows"]]
-    job.exit_code = int(any(word in str(problems) for word in ("'failed'", "WRONG")))
+    problems = [problem for row in report["rows"] for problem in row["problems"]]
+    job.exit_code = int(any(problem.startswith(FAILURES) for problem in problems))
     return report_lines(report)
 
 
-@command(precisions="--precision")
-def make_synthetic(
-    out: Path,
-    *,
-    rows: int,
-    precisions: Sequence[str] = ("bf16",),
-) -> None:
+@command(
+    "benchmarks.fetch:make_synthetic",
+    precisions="--precision",
+    block_shape=None,
+    shard_size=None,
+)
+def make_synthetic(job: Job) -> None:
     """Write an index of random blocks to OUT for benchmarks. A block has 64 tokens of
     width 384, as in the EDJE paper.
 
@@ -60,13 +59,6 @@ def make_synthetic(
     Args:
         rows: number of rows.
     """
-    from benchmarks.fetch import make_synthetic as write
-
-    names = tuple(dict.fromkeys(precisions))
-    spec = IndexSpec(rows, SHARD_SIZE, (64, 384), embed_dim=384, precisions=names)
-    write(out, spec)
-    value = {"index": str(out), "rows": rows, "shards": spec.shards}
-    print_result(value)
 
 
 @command(
@@ -78,7 +70,7 @@ def fetch(job: Job) -> Iterable[str]:
     """Measure how fast blocks of INDEX are fetched, and compare the rate with the disk
     and with other libraries. Linux only.
 
-    The first lines say how long the benchmark takes. The libraries of the extra `bench`
+    Each line says how long the rest may take. The libraries of the extra `bench`
     are compared if they are installed. Some libraries need a copy of the blocks, which
     is written beside INDEX and removed at the end. If the command is interrupted, run
     it again to continue.

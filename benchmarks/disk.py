@@ -24,7 +24,6 @@ WARM = 0.99
 cache when it starts.
 """
 _ATTEMPTS = 3
-_DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -33,7 +32,7 @@ def evict(files: Iterable[Path]) -> dict[str, str]:
     of their pages are still cached, otherwise an empty dictionary.
     """
     paths = list(files)
-    for attempt in range(_ATTEMPTS):
+    for _ in range(_ATTEMPTS):
         for path in paths:
             fd = os.open(path, os.O_RDONLY)
             try:
@@ -44,22 +43,15 @@ def evict(files: Iterable[Path]) -> dict[str, str]:
                 os.close(fd)
         if (left := resident(paths)) <= _COLD:
             return {}
-        if attempt and os.access(_DROP_CACHES, os.W_OK):
-            os.sync()
-            _DROP_CACHES.write_text("1")
         # Pages that are being written to the disk cannot be dropped. Wait until the
         # disk has written them.
         time.sleep(0.2)
     return {"problem": f"not cold: {left:.1%} of the pages could not be evicted"}
 
 
-def load(files: Iterable[Path]) -> float:
-    """Read `files` into the page cache. Return the fraction of pages that are then
-    cached.
-    """
-    paths = list(files)
-    subprocess.run(["cat", *paths], stdout=subprocess.DEVNULL, check=True)
-    return resident(paths)
+def load(files: Iterable[Path]) -> None:
+    """Read `files` into the page cache."""
+    subprocess.run(["cat", *files], stdout=subprocess.DEVNULL, check=True)
 
 
 def resident(files: Iterable[Path]) -> float:

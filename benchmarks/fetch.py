@@ -9,7 +9,6 @@ disk, with a warm one.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shlex
 import shutil
@@ -21,19 +20,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.disk import (
-    WARM,
-    bytes_read,
-    describe_disk,
-    evict,
-    fio_version,
-    load,
-    resident,
+from benchmarks.disk import WARM, bytes_read, evict, fio_version, load, resident
+from benchmarks.harness import (
+    DEVICE,
+    READER,
+    RECORDS,
+    Report,
+    Say,
+    Task,
+    compared,
+    faster,
+    run,
+    select,
 )
-from benchmarks.harness import DEVICE, RECORDS, Report, Say, Task, faster, run, select
 from benchmarks.peers import (
     PEERS,
-    READER,
     StoredRecords,
     Subject,
     open_subject,
@@ -43,7 +44,7 @@ from storage_formats.arrays import Ints
 from storage_formats.cgroups import available_memory
 from storage_formats.codecs import BF16, codec, finest
 from storage_formats.errors import EdjeError, UsageError
-from storage_formats.format.layout import IndexSpec
+from storage_formats.format.layout import SHARD_SIZE
 from storage_formats.format.manifest import Manifest
 from storage_formats.reading.files import sector_bytes
 from storage_formats.reading.memory import aligned_bytes
@@ -57,17 +58,16 @@ _QUERY_BLOCKS = 5_000
 # Precisions that are compared by default, if the index stores them: those of 16, 8 and
 # 4 bits per value.
 _COMPARED = ("bf16", "fp8", "nvfp4")
-# limits of `--quick`: blocks per large fetch, number of runs, and bytes that the rows
-# take in the largest precision
+# limits of `--quick`: blocks per large fetch, and number of runs
 _QUICK_POOL = 2_000
 _QUICK_REPEATS = 2
-_QUICK_BYTES = 1 << 30
 # free disk space that must remain beside the copies
 _SPARE_BYTES = 1 << 30
 # Largest size of a copy, relative to the stored records. It is that of LMDB, which
 # stores a long value in whole pages.
 _COPY_RATIO = 1.4
-# Smaller indexes may fit in a cache of the host or of the drive.
+# Rows of at most this size may fit in a cache of the host or of the drive. `--quick`
+# reads no more, in the largest precision.
 _SMALL_BYTES = 1 << 30
 # number of blocks in the warm-up call, which is enough to trigger the imports and the
 # compilation that large calls need
@@ -87,9 +87,6 @@ _PERCENTILES = (50, 95, 99)
 _READ_AT_LEAST = 0.9
 # rows per batch of a synthetic index
 _SYNTHETIC_BATCH = 128
-# assumed duration of a run: a fixed part, and a part per gigabyte that the run reads
-_RUN_SECONDS = 1.5
-_GIGABYTE_SECONDS = 1.0
 # A search reads the embeddings of twice as many rows as its pool has candidates.
 _EMBEDDINGS = 2
 
@@ -142,11 +139,6 @@ PAPER = Workload(rows=100_000, blocks=50_000, pool=50_000)
 """The test of the EDJE paper with random blocks. The paper repeats it with contiguous
 blocks.
 """
-# seconds that the paper gives for its test
-_PAPER_SECONDS = {
-    PAPER.title: 0.59,
-    PAPER._replace(is_contiguous=True).title: 0.39,
-}
 
 
 def bench_fetch(
@@ -184,45 +176,39 @@ def bench_fetch(
     index = index.resolve()
     best = (finest(spec.precisions),)
     stored = [name for name in _COMPARED if name in spec.precisions]
-    compared = precisions or (best if quick else stored or best)
+    compared_precisions = precisions or (best if quick else stored or best)
     record_bytes = {
         name: codec(name, spec.block_shape).record_bytes for name in spec.precisions
     }
-    subjects = subject_versions()
-    peers = [name for name in PEERS if subjects[name][0]]
+    subjects = {DEVICE: (fio_version(), _FIO_OPTIONS), **subject_versions()}
+    installed = [name for name, (version, _) in subjects.items() if version]
     rows = spec.rows
-    options = "".join(f" --precision {name}" for name in precisions)
-    notes = [
-        f"{name} is left out: {PEERS[name].package} is not installed"
-        for name in PEERS
-        if name not in peers
-    ]
-    small = [name for name, size in record_bytes.items() if rows * size < _SMALL_BYTES]
+    notes = []
+    if missing := [name for name in subjects if name not in installed]:
+        notes.append(
+            f"left out: {', '.join(missing)}; install the program fio to measure the"
+            " device, and the extra 'bench' to measure all libraries"
+        )
     if quick:
         pool = min(pool, _QUICK_POOL)
         repeats = min(repeats, _QUICK_REPEATS)
-        rows = min(rows, _QUICK_BYTES // max(record_bytes.values()))
-        options += " --quick"
-        small = list(record_bytes)
+        rows = min(rows, _SMALL_BYTES // max(record_bytes.values()))
+    small = [name for name, size in record_bytes.items() if rows * size <= _SMALL_BYTES]
     if small:
         notes.append(
             f"warning: {', '.join(small)}: only the first {rows:,} rows are read, which"
             " may fit in a cache of the drive or the host; before you decide, measure"
             " an index of more than 1 GiB without --quick"
         )
-    fio = fio_version()
-    device = [DEVICE] if fio else []
-    subjects[DEVICE] = (fio, _FIO_OPTIONS)
-    if not device:
-        notes.append(
-            "the device alone is not measured: the program fio is not installed"
-        )
     scratch = index.with_name(f".{index.name}.bench-fetch")
     tasks = []
-    for name, size in record_bytes.items():
-        others = [RECORDS, *peers] if name in compared else []
-        for workload in workloads(rows, pool)[: None if others else 1]:
-            read = (2 * workload.blocks + rows) * size / 1e9
+    for name in record_bytes:
+        measured = workloads(rows, pool)
+        names = installed
+        if name not in compared_precisions:
+            measured = measured[:1]
+            names = [each for each in installed if each in (DEVICE, READER)]
+        for workload in measured:
             tasks += [
                 Task(
                     name,
@@ -231,14 +217,14 @@ def bench_fetch(
                     f"benchmarks.fetch:{'run_fio' if subject == DEVICE else 'measure'}",
                     [index.name, scratch.name, name, workload, subject, repeat],
                     repeat,
-                    _RUN_SECONDS + _GIGABYTE_SECONDS * read,
                 )
                 for repeat in range(repeats)
                 # Each repeat begins with another subject.
-                for subject in np.roll([*device, READER, *others], -repeat).tolist()
+                for subject in np.roll(names, -repeat).tolist()
             ]
-    copied = sum(PEERS[name].copies for name in peers) * rows * _COPY_RATIO
-    copy_bytes = copied * sum(record_bytes[name] for name in compared)
+    copies = sum(PEERS[name].copies for name in PEERS if name in installed)
+    compared_bytes = sum(record_bytes[name] for name in compared_precisions)
+    copy_bytes = copies * rows * _COPY_RATIO * compared_bytes
     notes.append(f"copies for other libraries take up to {copy_bytes / 1e9:.1f} GB")
     free = shutil.disk_usage(index.parent).free
     if not scratch.exists() and copy_bytes + _SPARE_BYTES > free:
@@ -250,19 +236,10 @@ def bench_fetch(
     about = {
         "name": "fetch",
         "title": "Fetching blocks",
-        "command": (
-            f"edje-index bench fetch {index.name}{options} --pool {pool}"
-            f" --repeats {repeats}"
-        ),
         # An index with another plan has other blocks.
         "settings": {"rows": rows, "plan": manifest.plan},
-        "environment": {
-            "disk": describe_disk(index),
-            "load": f"{os.getloadavg()[0]:.1f} before the first run",
-        },
         "subjects": subjects,
         "reference": READER,
-        "overview": "Cold random blocks",
         "notes": notes,
         "method": _METHOD,
     }
@@ -272,7 +249,7 @@ def bench_fetch(
         index.parent,
         scratch,
         say,
-        verdict=lambda measured: verdict(measured, rows / tasks[0].arguments[3].blocks),
+        verdict=lambda found: verdict(found, rows / tasks[0].arguments[3].blocks),
         report_folder=report_folder,
     )
 
@@ -466,8 +443,8 @@ def draw_calls(workload: Workload, rows: int, seed: int) -> Sequence[Ints]:
 
 def verdict(rows: list[Report], draw: float) -> Iterator[str]:
     """Yield sentences about the rates of the disk, the queries and photos per second
-    that it feeds, the cases in which a library is faster than edje-index, and the times
-    that the EDJE paper reports. The large call draws one row in `draw`.
+    that it feeds, and the cases in which a library is faster than edje-index. The large
+    call draws one row in `draw`.
     """
     cold = select(rows, case="cold")
     for precision in dict.fromkeys(row["group"] for row in cold):
@@ -497,11 +474,6 @@ def verdict(rows: list[Report], draw: float) -> Iterator[str]:
                     f" {queries / (1 + _EMBEDDINGS):,.0f} if the disk must also read"
                     f" the embeddings of {_EMBEDDINGS * QUERY} rows per query."
                 )
-            if title in _PAPER_SECONDS:
-                yield (
-                    f"{title}: {PAPER.blocks / rate:.2f} s at {precision}; the paper"
-                    f" takes {_PAPER_SECONDS[title]} s from a memory map."
-                )
     yield (
         f"The large call draws one row in {draw:.0f}, and neighbours are read in one"
         " request. Among 100 million rows, neighbours are too far apart: then count on"
@@ -511,42 +483,42 @@ def verdict(rows: list[Report], draw: float) -> Iterator[str]:
     yield from faster(rows, READER)
     # The libraries return stored bytes, so they are also compared with a fetch that
     # does not decode.
-    records = {
-        (row["group"], row["table"], row["case"]): row["ratio"]
-        for row in select(rows, subject=RECORDS)
-        if row["ratio"]
-    }
-    undecoded = [
-        row | {"ratio": row["ratio"] / records[case]}
-        for row in rows
-        if (case := (row["group"], row["table"], row["case"])) in records
-        and row["ratio"]
-        and row["subject"] != READER
-    ]
-    yield from faster(undecoded, RECORDS)
+    yield from faster(compared(rows, RECORDS), RECORDS)
 
 
-def make_synthetic(out: Path, spec: IndexSpec) -> None:
+def make_synthetic(
+    out: Path,
+    *,
+    rows: int,
+    precisions: Sequence[str] = ("bf16",),
+    block_shape: tuple[int, int] = (64, 384),
+    shard_size: int = SHARD_SIZE,
+) -> Report:
     """Write a finished index of random tokens to the missing or empty directory `out`.
-    Equal values of `spec` give equal tokens.
+    Equal arguments give equal tokens.
 
     The index cannot be searched, because it has no model and no nearest-neighbour
     index.
+
+    Returns:
+        What `edje-index bench make-synthetic --json` prints.
     """
+    embed_dim = block_shape[1]
     rng = np.random.default_rng(0)
     with IndexWriter.create(
         out,
-        block_shape=spec.block_shape,
-        embed_dim=spec.embed_dim,
-        precisions=spec.precisions,
-        shard_size=spec.shard_size,
+        block_shape=block_shape,
+        embed_dim=embed_dim,
+        precisions=precisions,
+        shard_size=shard_size,
         encoder="synthetic",
     ) as writer:
-        for start in range(0, spec.rows, _SYNTHETIC_BATCH):
-            count = min(_SYNTHETIC_BATCH, spec.rows - start)
-            tokens = rng.standard_normal(
-                (count, *spec.block_shape), dtype=np.float32
-            ).astype(BF16)
+        for start in range(0, rows, _SYNTHETIC_BATCH):
+            count = min(_SYNTHETIC_BATCH, rows - start)
+            tokens = rng.standard_normal((count, *block_shape), dtype=np.float32)
             writer.append(
-                tokens, rng.standard_normal((count, spec.embed_dim), dtype=np.float32)
+                tokens.astype(BF16),
+                rng.standard_normal((count, embed_dim), dtype=np.float32),
             )
+        shards = writer.finish().spec.shards
+    return {"index": str(out), "rows": rows, "shards": shards}

@@ -10,9 +10,7 @@ is wrong is a problem of its row.
 from __future__ import annotations
 
 import json
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -23,7 +21,7 @@ import torch
 
 from benchmarks.build import METHOD, find_photos
 from benchmarks.fetch import make_synthetic
-from benchmarks.harness import Report, Say, Task, run
+from benchmarks.harness import Report, Say, Task, median_seconds, run
 from benchmarks.search import CAPTION
 from edje_index.bundles.bundle import write_feature_bundle
 from edje_index.bundles.random_bundle import (
@@ -43,7 +41,6 @@ from pipelines.jobs.build import build_index
 from pipelines.jobs.training.run import train
 from storage_formats.arrays import Floats
 from storage_formats.codecs import BF16, codec, precisions
-from storage_formats.format.layout import IndexSpec
 from storage_formats.token_store import TokenStore
 
 _SHAPE = (64, 384)
@@ -53,16 +50,8 @@ _TOWERS = {
     "ViT-L/16 at 384": (UntrainedSizes(384, 16, 1024, 24, adapter_hidden=8192), 8192),
     "ViT-B/16 at 224": (UntrainedSizes(224, 16, 768, 12, adapter_hidden=8192), 24576),
 }
-# parts and their expected seconds
-PARTS = {
-    "limits": 20,
-    "decode": 30,
-    "score": 60,
-    "pool": 80,
-    "search": 60,
-    "train": 40,
-}
-_BUILD_SECONDS = 40
+PARTS = ("limits", "decode", "score", "pool", "search", "train")
+"""The parts, which are methods of `_Check`."""
 _METHOD = f"""- Limits: what the rates below can reach at most.
 - Decode, pool: GB/s of stored bytes. Score, pool: pairs of a MiniLM-L12 per second.
 - Difference: largest difference from the result of the CPU. Wrong results are problems,
@@ -99,7 +88,6 @@ def bench_gpu(
             str(kind),
             "benchmarks.gpu:measure",
             [part, folder, str(kind), tiny],
-            seconds=PARTS[part],
         )
         for part in parts or PARTS
     ]
@@ -120,7 +108,6 @@ def bench_gpu(
                     kind.type,
                     False,
                 ],
-                seconds=_BUILD_SECONDS,
             )
             for tower, (sizes, count) in _TOWERS.items()
             for engine, workers in (("inline", 1), ("ray", 4))
@@ -128,11 +115,9 @@ def bench_gpu(
     about = {
         "name": "gpu",
         "title": f"Results and rates on {name}",
-        "command": f"edje-index bench gpu {photos.name}",
         "settings": {},
         "subjects": {},
         "reference": "",
-        "overview": "",
         "notes": [],
         "method": _METHOD,
     }
@@ -146,11 +131,9 @@ def measure(part: str, photos: str, device: str, tiny: bool) -> Iterator[Report]
     yield from getattr(_Check(Path(photos), device, tiny), part)()
 
 
-def _result(case: str, is_right: bool = True, **values: float) -> Report:
-    """Return a result. `_per_` in a name means /."""
-    named = {name.replace("_per_", "/"): value for name, value in values.items()}
-    result: Report = {"case": case, "values": named or {"equal": 1}}
-    return result if is_right else result | {"problem": f"WRONG: {named}"}
+def _result(case: str, values: dict[str, float], is_right: bool = True) -> Report:
+    result: Report = {"case": case, "values": values or {"equal": 1}}
+    return result if is_right else result | {"problem": f"WRONG: {values}"}
 
 
 class _Check:
@@ -166,32 +149,30 @@ class _Check:
         """Return `amount` divided by the median seconds of a call of `work`. If `work`
         only queues kernels, the seconds include the time until they have ended.
         """
-        times = []
-        # The first two runs are the warm-up, which compiles kernels.
-        for _ in range(3 if self._tiny else 7):
-            started = time.perf_counter()
+
+        def ended() -> None:
             work()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            times.append(time.perf_counter() - started)
-        return amount / statistics.median(times[2:])
+
+        return amount / median_seconds(ended, 1 if self._tiny else 5)
 
     def limits(self) -> Iterator[Report]:
         """The limits of the device."""
         size = 512 if self._tiny else 8192
         square = torch.randn(size, size, device=self.device).to(self.dtype)
         rate = self._rate(2 * size**3, lambda: square @ square)
-        yield _result(f"matrix product, {self.dtype}", TFLOP_per_s=rate / 1e12)
+        yield _result(f"matrix product, {self.dtype}", {"TFLOP/s": rate / 1e12})
         host = torch.ones(64 << 20, dtype=torch.uint8)
         if self.device.type == "cuda":
             host = host.pin_memory()
         copied = host.to(self.device)
         # A copy moves each byte twice, because it reads and writes the byte.
         rate = self._rate(2 * len(host), copied.clone)
-        yield _result("copy in the memory", GB_per_s=rate / 1e9)
+        yield _result("copy in the memory", {"GB/s": rate / 1e9})
         copy = partial(copied.copy_, host, non_blocking=True)
         rate = self._rate(len(host), copy)
-        yield _result("copy from pinned memory", GB_per_s=rate / 1e9)
+        yield _result("copy from pinned memory", {"GB/s": rate / 1e9})
 
     def decode(self) -> Iterator[Report]:
         """Decoding of stored records. The results must have the same bits as those that
@@ -208,7 +189,7 @@ class _Check:
             expected = torch.from_numpy(entry.decode(encoded).view(np.int16))
             is_right = torch.equal(decode().cpu().view(torch.int16), expected)
             rate = self._rate(records.nbytes, decode)
-            yield _result(name, is_right, GB_per_s=rate / 1e9)
+            yield _result(name, {"GB/s": rate / 1e9}, is_right)
 
     def _scorer(self, dtype: torch.dtype, device: str) -> JointScorer:
         torch.manual_seed(0)
@@ -243,17 +224,17 @@ class _Check:
                 difference = float((actual - expected).abs().max())
                 is_right = difference < (1e-3 if dtype == torch.float32 else 0.05)
                 rate = self._rate(count, partial(scorer.score, captions, there))
-                case = f"{dtype}, {kind}"
-                yield _result(case, is_right, pairs_per_s=rate, difference=difference)
+                values = {"pairs/s": rate, "difference": difference}
+                yield _result(f"{dtype}, {kind}", values, is_right)
             rate = self._rate(1, partial(scorer.score, CAPTION, there[:100]))
-            yield _result(f"{dtype}, pools of 100", pools_per_s=rate)
+            yield _result(f"{dtype}, pools of 100", {"pools/s": rate})
 
     def pool(self) -> Iterator[Report]:
         """A pool of 50,000 candidates, from files in the page cache to logits."""
         pool = 512 if self._tiny else 50000
         stored = ("bf16", "fp8", "nvfp4")
         index = Path("tokens.edje")
-        make_synthetic(index, IndexSpec(pool, 4096, _SHAPE, 64, stored))
+        make_synthetic(index, rows=pool, precisions=stored)
         rows = np.random.default_rng(2).permutation(pool)
         scorer = self._scorer(self.dtype, str(self.device))
         for name in stored:
@@ -264,9 +245,9 @@ class _Check:
             actual = fetch()[:512].cpu()
             is_right = torch.equal(actual.view(torch.int16), expected.view(torch.int16))
             rate = self._rate(pool * store.record_bytes / 1e9, fetch)
-            yield _result(f"{name}, fetched", is_right, GB_per_s=rate)
+            yield _result(f"{name}, fetched", {"GB/s": rate}, is_right)
             rate = self._rate(pool, partial(_fetch_and_score, fetch, scorer))
-            yield _result(f"{name}, fetched and scored", pairs_per_s=rate)
+            yield _result(f"{name}, fetched and scored", {"pairs/s": rate})
 
     def search(self) -> Iterator[Report]:
         """Builds on the device by both engines, and searches on both devices."""
@@ -278,7 +259,7 @@ class _Check:
             )
             store = TokenStore.open(engine)
             blocks.append(store.fetch(range(len(store))).tobytes())
-        yield _result("builds inline and by Ray", blocks[0] == blocks[1])
+        yield _result("builds inline and by Ray", {}, blocks[0] == blocks[1])
         tokens = []
         hits = []
         for device in ("cpu", str(self.device)):
@@ -289,14 +270,14 @@ class _Check:
             encoded = torch.from_numpy(encoder.encode(pixels)[0].view(np.int16))
             tokens.append(encoded.view(torch.bfloat16).float())
             is_right = torch.equal(encoder.tokens(pixels).cpu().float(), tokens[-1])
-            yield _result(f"tokens of recorded kernels on {device}", is_right)
+            yield _result(f"tokens of recorded kernels on {device}", {}, is_right)
             index = TokenIndex.open("inline", "tiny", device=device, dtype="float32")
             found = index.search([CAPTION, "a dog", "snow"], k=10, pool=40)
             hits.append([[hit.row_id for hit in each] for each in found])
         cosines = torch.nn.functional.cosine_similarity(tokens[0], tokens[1], 2)
         cosine = float(cosines.min())
-        yield _result("least cosine of a token", cosine > 0.98, cosine=cosine)
-        yield _result("hits of three queries in float32", hits[0] == hits[1])
+        yield _result("least cosine of a token", {"cosine": cosine}, cosine > 0.98)
+        yield _result("hits of three queries in float32", {}, hits[0] == hits[1])
 
     def train(self) -> Iterator[Report]:
         """The losses of the first training steps on the CPU and on the device, in one
@@ -330,8 +311,8 @@ class _Check:
             difference = float(np.abs(losses[0] - losses[-1]).max())
             yield _result(
                 f"losses on {device}, chunks of {chunk} of 8 pairs",
+                {"difference": difference},
                 difference < 0.01,
-                difference=difference,
             )
 
 

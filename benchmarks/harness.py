@@ -13,16 +13,15 @@ them. Each result is printed and saved as soon as it is measured. It is a JSON o
 A report is Markdown, a picture, and JSON:
 
     name, title    name of the command and heading
-    command        command line that repeats the benchmark
+    command        command line that repeats the benchmark, without directories
     settings       further values that determine the results
-    environment    hardware and versions; `disk` and `load` are optional
+    environment    hardware, versions, disk, and load before the first run
     subjects       [version, setting] by subject
     reference      subject that all others of a table are compared with
-    overview       title of a table with the first table and case of every group
     verdict        first sentences
     notes          warnings and remarks
     method         how the measurements are made and what the columns mean
-    rows           results, see `summaries`
+    rows           results, see `summaries` and `compared`
 """
 
 from __future__ import annotations
@@ -35,12 +34,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from benchmarks.disk import describe_disk
 from edje_index.evaluation.report import check_report_folder, table, write_report
 from pipelines.environment import environment
 
@@ -53,12 +54,18 @@ _FASTER = 0.95
 # number of panels per line of the picture
 _PANELS = 3
 DEVICE = "the device"
+READER = "edje-index"
 RECORDS = "edje-index records"
 """Names of the subjects that are no libraries, and are never called faster: the disk
-itself, and this project's reader without decoding.
+itself, and this project's reader with and without decoding.
 """
 Say: TypeAlias = Callable[[str], None]
 """Receives one line of text after each measurement."""
+
+FAILURES = ("failed", "WRONG")
+"""Beginnings of problems for which a benchmark fails: of a run that ended with an
+error, and of a wrong result.
+"""
 
 # time limit for a task, including its warm-up and the copy of the records for a peer
 _TIMEOUT_SECONDS = 1800.0
@@ -72,7 +79,6 @@ class Task(NamedTuple):
         group, table: headings of the results. The subjects of a table are compared.
         function: generator function that yields results, as "module:name".
         arguments: arguments of the function, which are JSON values.
-        seconds: expected duration.
     """
 
     group: str
@@ -81,7 +87,6 @@ class Task(NamedTuple):
     function: str
     arguments: Sequence[Any]
     repeat: int = 0
-    seconds: float = 1.0
 
     @property
     def command(self) -> str:
@@ -115,17 +120,14 @@ def run(
     Raises:
         UsageError: no report can be written to `report_folder`.
     """
+    draws = find_spec("matplotlib") is not None
     if report_folder is not None:
         check_report_folder(report_folder)
-        if find_spec("matplotlib") is None:
+        if not draws:
             say("the report has no picture: matplotlib is not installed")
-    expected = sum(task.seconds for task in tasks)
     for note in about["notes"]:
         say(note)
-    say(
-        f"{len(tasks)} runs take about {max(1, round(expected / 60))} min; if you"
-        " interrupt the command, run it again to continue"
-    )
+    say(f"{len(tasks)} runs; if you interrupt the command, run it again to continue")
     log = scratch / "results.jsonl"
     # Results of an interrupted benchmark are used only if it measured the same.
     key = json.dumps([about["settings"], about["subjects"], tasks])
@@ -136,10 +138,21 @@ def run(
         scratch.mkdir(parents=True)
         log.write_text(key + "\n")
     results = [result for line in lines[1:] for result in json.loads(line)]
-    where = {**environment(), **about.get("environment", {})}
-    report = {**about, "environment": where, "rows": [], "verdict": []}
+    words = [Path(word).name for word in sys.argv[1:]]
+    report = {
+        **about,
+        "command": shlex.join(["edje-index", *words]),
+        "environment": {
+            **environment(),
+            "disk": describe_disk(scratch),
+            "load": f"{os.getloadavg()[0]:.1f} before the first run",
+        },
+        "rows": [],
+        "verdict": [],
+    }
     if results:
         say(f"{len(lines) - 1} runs were measured before an interruption")
+    started = time.monotonic()
     for number, task in enumerate(tasks[len(lines) - 1 :], len(lines)):
         before = len(results)
         for result in results_of(task.function, task.arguments, folder):
@@ -148,7 +161,9 @@ def run(
                 f"{name} {value:,.4g}" for name, value in result["values"].items()
             )
             names = ", ".join([*task[:3], result["case"]])
-            say(f"{number}/{len(tasks)} {names}: {text}")
+            run_seconds = (time.monotonic() - started) / (number - len(lines) + 1)
+            minutes = run_seconds * (len(tasks) - number) / 60
+            say(f"{number}/{len(tasks)}, {minutes:.0f} min left: {names}: {text}")
             rows = summaries(results, about["reference"])
             sentences = verdict([row for row in rows if row["values"]])
             report |= {"rows": rows, "verdict": list(sentences)}
@@ -159,7 +174,7 @@ def run(
             file.write(json.dumps(results[before:]) + "\n")
     shutil.rmtree(scratch)
     if report_folder is not None:
-        write(report, report_folder, draws=find_spec("matplotlib") is not None)
+        write(report, report_folder, draws=draws)
     return report
 
 
@@ -200,16 +215,14 @@ def results_of(
         errors.seek(0)
         last = (errors.read().strip() or "it took too long").splitlines()[-1]
         if code:
-            yield {"case": "failed", "problem": f"ended with code {code}: {last}"}
+            yield {"case": "failed", "problem": f"failed with code {code}: {last}"}
 
 
 def summaries(results: Sequence[Report], reference: str) -> list[Report]:
     """Return one row for each group, table, case and subject.
 
-    `values` has medians over the runs that count, and `range` the lowest and the
-    highest rate. `ratio` is the rate of the subject `reference` divided by the rate of
-    the row, computed in each repeat in which both count. The median over these repeats
-    is returned, or None if there is no such repeat.
+    `runs` has the values of each repeat that counts, `values` their medians, and
+    `range` the lowest and the highest rate. `compared` describes `ratio`.
     """
     rows = dict[tuple[str, ...], Report]()
     for result in results:
@@ -222,22 +235,50 @@ def summaries(results: Sequence[Report], reference: str) -> list[Report]:
             row["problems"].append(result["problem"])
         else:
             row["runs"][result["repeat"]] = result["values"]
-    for key, row in rows.items():
-        runs = row["runs"]
-        of_reference = rows.get((*key[:-1], reference), {"runs": {}})["runs"]
-        rates = {repeat: _rate(values) for repeat, values in runs.items()}
+    for row in rows.values():
+        runs = list(row["runs"].values())
+        rates = [_rate(values) for values in runs]
+        row["values"] = {
+            name: statistics.median(values[name] for values in runs)
+            for name in (runs[0] if runs else {})
+        }
+        row["range"] = [min(rates), max(rates)] if rates else None
+    return compared([*rows.values()], reference)
+
+
+def compared(rows: Sequence[Report], reference: str) -> list[Report]:
+    """Return rows with their `ratio`: the rate of the subject `reference` divided by
+    the rate of the row. It is computed in each repeat in which both count. The ratio is
+    the median over these repeats, or None if there is no such repeat.
+    """
+    runs = {_case(row): row["runs"] for row in select(rows, subject=reference)}
+    result = []
+    for row in rows:
+        of_reference = runs.get(_case(row), {})
         ratios = [
-            _rate(of_reference[repeat]) / rate
-            for repeat, rate in rates.items()
+            _rate(of_reference[repeat]) / _rate(values)
+            for repeat, values in row["runs"].items()
             if repeat in of_reference
         ]
-        row["values"] = {
-            name: statistics.median(values[name] for values in runs.values())
-            for name in next(iter(runs.values()), {})
-        }
-        row["range"] = [min(rates.values()), max(rates.values())] if rates else None
-        row["ratio"] = statistics.median(ratios) if ratios else None
-    return list(rows.values())
+        result.append(row | {"ratio": statistics.median(ratios) if ratios else None})
+    return result
+
+
+def _case(row: Report) -> tuple[str, str, str]:
+    """Return what the row has in common with the rows that it is compared with."""
+    return row["group"], row["table"], row["case"]
+
+
+def median_seconds(work: Callable[[], object], runs: int = 5) -> float:
+    """Return the median duration of `runs` calls of `work`. Two calls before them are
+    the warm-up, which compiles kernels.
+    """
+    seconds = []
+    for _ in range(2 + runs):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[2:])
 
 
 def _rate(values: dict[str, float]) -> float:
@@ -266,12 +307,12 @@ def report_lines(report: Report, picture_name: str | None = None) -> Iterator[st
     if picture_name:
         yield f"![Rates]({picture_name})\n"
     rated = [row for row in rows if row["ratio"] is not None]
-    firsts = {row["group"]: row["table"] for row in reversed(rated)}
-    if report["overview"]:
-        cold = select(rated, case="cold")
-        first = [row for row in cold if row["table"] == firsts[row["group"]]]
-        yield from _crosstab(report, report["overview"], first, ["group"])
-    for group in dict.fromkeys(row["group"] for row in rated):
+    groups = dict.fromkeys(row["group"] for row in rated)
+    if len(groups) > 1:
+        _, title, case = _case(rated[0])
+        first = select(rated, table=title, case=case)
+        yield from _crosstab(report, f"{title}, {case}", first, ["group"])
+    for group in groups:
         of_group = select(rated, group=group)
         yield from _crosstab(report, f"All of {group}", of_group, ["table", "case"])
     versions = ", ".join(f"{name} {each}" for name, each in where["versions"].items())
@@ -280,9 +321,7 @@ def report_lines(report: Report, picture_name: str | None = None) -> Iterator[st
         f" {where['memory_gib']} GiB, Linux {where['kernel']}, Python"
         f" {where['python']}, {versions}."
     )
-    yield from (
-        f"\n{name}: {where[name]}." for name in ("disk", "load") if name in where
-    )
+    yield f"\nDisk: {where['disk']}.\n\nLoad: {where['load']}."
     yield f"\nThis command repeats the benchmark:\n\n    {report['command']}"
     for group, name in dict.fromkeys((row["group"], row["table"]) for row in rows):
         of_table = select(rows, group=group, table=name)
@@ -350,13 +389,11 @@ def draw(rows: Sequence[Report], path: Path) -> None:
     }
     lines = -(-len(panels) // _PANELS) or 1
     figure = Figure(figsize=(15, 3 * lines), layout="constrained")
-    axes = figure.subplots(lines, _PANELS, squeeze=False).ravel()
-    for axis in axes[len(panels) :]:
-        axis.remove()
-    for axis, (title, of_panel) in zip(axes, panels.items(), strict=False):
+    for number, (title, of_panel) in enumerate(panels.items(), 1):
+        axis = figure.add_subplot(lines, _PANELS, number)
         rates = [_rate(row["values"]) for row in of_panel]
         bars = axis.barh([row["subject"] for row in of_panel], rates)
-        axis.bar_label(bars, map(number_text, rates), padding=3)
+        axis.bar_label(bars, [*map(number_text, rates)], padding=3)
         axis.set_title(title, fontsize="medium")
         axis.invert_yaxis()
         axis.margins(x=0.2)
@@ -382,8 +419,6 @@ def _crosstab(
         name = f"{row['subject']}, {report['subjects'][row['subject']][0]}"
         column = ", ".join(row[key] for key in keys)
         cells.setdefault(name, {})[column] = f"**{text}**" if _is_faster(row) else text
-    if not rows:
-        return
     columns = dict.fromkeys(", ".join(row[key] for key in keys) for row in rows)
     unit = next(iter(rows[0]["values"]))
     yield f"## {title}, {unit} ({report['reference']} / row)\n"
@@ -396,7 +431,7 @@ def _crosstab(
 
 
 def _is_faster(row: Report) -> bool:
-    is_library = row["subject"] not in (DEVICE, RECORDS)
+    is_library = row["subject"] not in (DEVICE, READER, RECORDS)
     return is_library and (row["ratio"] or 1) < _FASTER
 
 

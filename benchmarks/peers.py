@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from benchmarks.harness import RECORDS, Report
+from benchmarks.harness import READER, RECORDS
 from edje_index import __version__
 from storage_formats.arrays import Ints
 from storage_formats.codecs import BF16, Records
@@ -56,21 +56,20 @@ class StoredRecords:
     def files(self) -> list[Path]:
         """Return the paths of the shard files in row order."""
         last = (self.rows - 1) // Manifest.load(self.root).spec.shard_size
-        shards = {
-            int(path.name.split(".")[1]): path for path in self.array_path.glob("c.*")
-        }
-        return [shards[number] for number in sorted(shards) if number <= last]
+        return [
+            path
+            for shard in range(last + 1)
+            for path in self.array_path.glob(f"c.{shard}.*")
+        ]
 
     def batches(self) -> Iterator[tuple[int, Records]]:
         """Yield the first row id and the records, uint8 [k, record_bytes], of each
         batch of rows. The records of deleted rows are zeros.
         """
         for first in range(0, self.rows, _BATCH):
-            ids = self.row_ids[
-                (self.row_ids >= first) & (self.row_ids < first + _BATCH)
-            ]
-            count = min(_BATCH, self.rows - first)
-            records = np.zeros((count, self.record_bytes), dtype=np.uint8)
+            rows = np.arange(first, min(first + _BATCH, self.rows))
+            ids = np.intersect1d(rows, self.row_ids)
+            records = np.zeros((len(rows), self.record_bytes), dtype=np.uint8)
             records[ids - first] = self.store.fetch_records(ids)
             yield first, records
 
@@ -166,8 +165,8 @@ class EdjeReader(EdjeRecords):
         return out
 
     def expected(self, ids: Ints) -> Records:
-        blocks = [self.source.store.fetch([row_id]) for row_id in ids]
-        return np.stack(blocks).view(np.uint8).reshape(len(ids), -1)
+        blocks = self.source.store.fetch(ids, check="always")
+        return blocks.view(np.uint8).reshape(len(ids), -1)
 
 
 class Memmap(Subject):
@@ -209,11 +208,6 @@ class TensorStore(Subject):
 
     def open(self) -> None:
         self._ts: Any = import_module("tensorstore")
-        limits = {
-            "file_io_concurrency": _TENSORSTORE_REQUESTS,
-            "data_copy_concurrency": default_threads(),
-        }
-        context: Report = {name: {"limit": limit} for name, limit in limits.items()}
         self._array = self._ts.open(
             {
                 "driver": "zarr3",
@@ -221,7 +215,11 @@ class TensorStore(Subject):
             },
             read=True,
             context=self._ts.Context(
-                context | {"cache_pool": {"total_bytes_limit": 0}}
+                {
+                    "cache_pool": {"total_bytes_limit": 0},
+                    "file_io_concurrency": {"limit": _TENSORSTORE_REQUESTS},
+                    "data_copy_concurrency": {"limit": default_threads()},
+                }
             ),
             recheck_cached_metadata=False,
             recheck_cached_data=False,
@@ -277,9 +275,8 @@ class Lance(Subject):
                 column = pa.Array.from_buffers(kind, len(records), buffers)
                 yield pa.record_batch([column], schema=schema)
 
-        lance: Any = import_module("lance")
-        reader = pa.RecordBatchReader.from_batches(schema, batches())
-        lance.write_dataset(reader, str(self.folder / "records.lance"))
+        path = str(self.folder / "records.lance")
+        import_module("lance").write_dataset(batches(), path, schema)
 
     def open(self) -> None:
         lance: Any = import_module("lance")
@@ -318,9 +315,6 @@ class Lmdb(Subject):
                         transaction.put(
                             row.to_bytes(8, "big"), record.tobytes(), append=True
                         )
-
-    def files(self) -> list[Path]:
-        return [self.folder / "data.mdb"]
 
     def open(self) -> None:
         self._opened = import_module("lmdb").open(
@@ -361,7 +355,6 @@ class Hdf5(Subject):
         return out
 
 
-READER = "edje-index"
 PEERS: Mapping[str, type[Subject]] = {
     "np.memmap": Memmap,
     "TensorStore": TensorStore,

@@ -13,20 +13,24 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.disk import evict, peak_memory
-from benchmarks.harness import Report, Say, Task, faster, run, select
-from benchmarks.peers import (
-    PEERS,
+from benchmarks.harness import (
     READER,
-    StoredRecords,
-    open_subject,
-    subject_versions,
+    Report,
+    Say,
+    Task,
+    faster,
+    median_seconds,
+    run,
+    select,
 )
+from benchmarks.peers import PEERS, StoredRecords, open_subject, subject_versions
 from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.search.late_interaction_search import LateInteractionSearch, max_sim
 from storage_formats.arrays import Floats
@@ -50,13 +54,6 @@ _QUERIES = 200
 _QUERY_TOKENS = 8
 # number of searches before the timed searches
 _WARM_UP = 3
-# Maps each stage of a query to the stages of `Hits.stages` whose times it sums.
-_STAGES = {
-    "text": ("text_tower",),
-    "nearest": ("nearest",),
-    "fetch": ("fetch",),
-    "score": ("joint_encoder", "other_parts"),
-}
 # The service keeps up with a load if it answers at least this percentage of the
 # searches, and if p95 is at most this factor times p95 at the lowest load.
 _ANSWERED = 99
@@ -66,9 +63,8 @@ _LOWEST = 0.5
 _GROWTH = 1.3
 # number of connections, which is below the limit of the service (512)
 _CONNECTIONS = 400
-_STOP_SECONDS = 60
 _METHOD = f"""- Joint encoder: includes tokenisation and copies to the device.
-- One query: a search by text, with the milliseconds of its stages.
+- One query: a search by text, with the milliseconds of the stages of `Hits.stages`.
 - Late interaction: FAISS chooses the pool, a library reads the tokens, and MaxSim ranks
   them. A query is the embedding of a random row and {_QUERY_TOKENS} of its tokens. In
   the cold pass, the files were evicted before the first query, but later queries find
@@ -132,22 +128,16 @@ def bench_search(
         title = f"service, pool {pool}"
         tasks.append(_task("serve", title, READER, [*given, queries, pool, seconds]))
     workloads = set(only or WORKLOADS)
-    options = "".join(f" --pool {pool}" for pool in pools)
-    options += "".join(f" --only {name}" for name in only)
-    if queries:
-        options += f" --queries FILE --seconds {seconds:g}"
-    else:
+    if not queries:
         workloads -= {"serve"}
         notes.append("the service is left out: give --queries")
     about = {
         "name": "search",
         "title": "Searches",
-        "command": f"edje-index bench search {index.name}{options}",
         "settings": {"plan": manifest.plan},
         "subjects": {READER: versions[READER]}
         | {name: versions[reader] for name, (reader, _) in systems.items()},
         "reference": f"{READER} {best}",
-        "overview": "",
         "notes": notes,
         "method": _METHOD,
     }
@@ -196,24 +186,16 @@ def rerank(
     joint = index.model.joint
     for threads, batch in itertools.product(sorted({1, usable_cpus()}), _BATCHES):
         blocks = torch.randn(batch, *index.store.block_shape).bfloat16()
+        score = partial(joint.score, [CAPTION] * batch, blocks)
         with threads_kept():
             torch.set_num_threads(threads)
-            seconds = []
-            for _ in range(1 + _REPEATS):
-                started = time.perf_counter()
-                joint.score([CAPTION] * batch, blocks)
-                seconds.append(time.perf_counter() - started)
-        # The first call compiles kernels.
-        values = {"pairs/s": batch / statistics.median(seconds[1:])}
+            values = {"pairs/s": batch / median_seconds(score)}
         yield {"case": f"batch {batch}, {threads} threads", "values": values}
     for pool in pools:
         runs = [index.search(CAPTION, pool, pool).stages for _ in range(1 + _REPEATS)]
         values = {
-            f"{name} ms": 1e3
-            * statistics.median(
-                sum(stages.get(part, 0.0) for part in parts) for stages in runs[1:]
-            )
-            for name, parts in _STAGES.items()
+            f"{name} ms": 1e3 * statistics.median(stages[name] for stages in runs[1:])
+            for name in runs[0]
         }
         values = {"queries/s": 1e3 / sum(values.values())} | values
         yield {"table": "one query", "case": f"pool {pool}", "values": values}
@@ -300,35 +282,30 @@ def serve(
     command = [sys.executable, "-m", "pipelines.cli", "serve", root, "--port", "0"]
     command += ["--model", model] if model else []
     bodies = [{"query": text, "k": _HITS, "pool": max(pool, _HITS)} for text in texts]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        url = process.stdout.readline().strip()
-        if not url.startswith("http://"):
-            raise EdjeError("the service did not start")
-        offered = _LOWEST
-        loads: list[dict[str, float]] = []
-        while not loads or keeps_up(loads[-1], loads[0]):
-            draw = random.Random(0)
-            gaps = (draw.expovariate(offered) for _ in itertools.count())
-            times = itertools.takewhile(
-                lambda at: at < seconds, itertools.accumulate(gaps)
-            )
-            exchanges = open_loop(url, bodies, [0.0, *times])
-            loads.append(load_values(exchanges, offered, seconds))
-            memory = peak_memory(process.pid) / 2**20
-            yield {
-                "case": f"{offered:.2f}/s",
-                "values": loads[-1] | {"memory MiB": memory},
-            }
-            offered *= _GROWTH
-    finally:
-        process.terminate()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
         try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        process.stdout.close()
+            url = process.stdout.readline().strip()
+            if not url.startswith("http://"):
+                raise EdjeError("the service did not start")
+            offered = _LOWEST
+            loads: list[dict[str, float]] = []
+            while not loads or keeps_up(loads[-1], loads[0]):
+                draw = random.Random(0)
+                gaps = (draw.expovariate(offered) for _ in itertools.count())
+                times = itertools.takewhile(
+                    lambda at: at < seconds, itertools.accumulate(gaps)
+                )
+                exchanges = open_loop(url, bodies, [0.0, *times])
+                loads.append(load_values(exchanges, offered, seconds))
+                memory = peak_memory(process.pid) / 2**20
+                yield {
+                    "case": f"{offered:.2f}/s",
+                    "values": loads[-1] | {"memory MiB": memory},
+                }
+                offered *= _GROWTH
+        finally:
+            process.terminate()
 
 
 def open_loop(

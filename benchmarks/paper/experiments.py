@@ -33,8 +33,7 @@ from typing import Any, TypeAlias
 from safetensors.numpy import load_file
 
 from benchmarks import fetch
-from benchmarks.harness import Report, Say, select
-from benchmarks.peers import READER
+from benchmarks.harness import READER, Report, Say, select
 from edje_index.bundles.info import JOINT_WEIGHTS
 from edje_index.captions.reading import read_captions
 from edje_index.evaluation.recall import Estimate
@@ -524,8 +523,10 @@ def _prior_art(study: Study, variant: Variant) -> Values:
 def _stages(study: Study, variant: Variant) -> Values:
     vision = _vision_milliseconds(study, variant)
     for row in select(_search(study, variant), table="one query"):
-        names = ("text ms", "nearest ms", "fetch ms", "score ms")
-        return [*(row["values"][name] for name in names), vision]
+        values = row["values"]
+        score = values["joint_encoder ms"] + values.get("other_parts ms", 0.0)
+        names = ("text_tower ms", "nearest ms", "fetch ms")
+        return [*(values[name] for name in names), score, vision]
     return ()
 
 

@@ -8,13 +8,7 @@ from benchmarks.disk import describe_disk
 from benchmarks.fetch import make_synthetic
 from storage_formats.format.layout import IndexSpec
 
-SPEC = IndexSpec(
-    300,
-    128,
-    (32, 64),
-    8,
-    precisions=("bf16", "fp8"),
-)
+SPEC = IndexSpec(300, 128, (32, 64), embed_dim=64, precisions=("bf16", "fp8"))
 
 
 @pytest.fixture(scope="session")
@@ -27,5 +21,11 @@ def index(disk):
         pytest.skip(
             "temporary files are in memory here, so nothing is ever read from a disk"
         )
-    make_synthetic(root, SPEC)
+    make_synthetic(
+        root,
+        rows=SPEC.rows,
+        precisions=SPEC.precisions,
+        block_shape=SPEC.block_shape,
+        shard_size=SPEC.shard_size,
+    )
     return root

@@ -13,10 +13,9 @@ import pytest
 
 from benchmarks import disk, fetch
 from benchmarks.fetch import PAPER, Workload, measure, run_fio, verdict
-from benchmarks.harness import DEVICE, RECORDS, summaries
+from benchmarks.harness import DEVICE, READER, RECORDS, summaries
 from benchmarks.peers import (
     PEERS,
-    READER,
     SUBJECTS,
     StoredRecords,
     open_subject,
@@ -48,7 +47,8 @@ def test_the_page_cache_is_emptied_filled_and_counted(index):
     # not in the page cache.
     program = 100 * mmap.PAGESIZE
     before = disk.bytes_read()
-    assert disk.load(files) == 1
+    disk.load(files)
+    assert disk.resident(files) == 1
     read = disk.bytes_read() - before
     assert 500 * mmap.PAGESIZE <= read < 500 * mmap.PAGESIZE + program
     disk.load(files)
@@ -147,7 +147,6 @@ def test_the_verdict_has_queries_and_photos_and_names_who_is_faster():
     assert len(wins) == 6
     assert f"edje-index: np.memmap, cold, {title}, by 2.0 (bf16)." in wins[0]
     assert f"edje-index records: LMDB, cold, {title}, by 1.2 (bf16)." in wins[4]
-    assert "500.00 s at bf16; the paper takes 0.59 s" in text
 
 
 # theirs

@@ -13,11 +13,9 @@ from storage_formats.errors import UsageError
 ABOUT = {
     "name": "demo",
     "title": "Demo",
-    "command": "edje-index bench demo",
     "settings": {},
     "subjects": {"ours": ("1", "as it is"), "peer": ("2", "fastest")},
     "reference": "ours",
-    "overview": "",
     "notes": [],
     "method": "- Nothing special.",
 }
@@ -67,7 +65,8 @@ def test_each_result_is_printed_and_saved_and_a_failed_run_fails_alone(tmp_path)
         report_folder=tmp_path / "out",
     )
     assert saved[0], "the cold result was saved before the warm one was there"
-    assert any(line.startswith("1/2 bf16, random, ours, cold: ") for line in said)
+    begin = "1/2, 0 min left: bf16, random, ours, cold: "
+    assert any(line.startswith(begin) for line in said)
     rows = {(row["subject"], row["case"]): row for row in report["rows"]}
     values = rows["ours", "cold"]["values"]
     assert values["blocks/s"] == 100
@@ -75,6 +74,7 @@ def test_each_result_is_printed_and_saved_and_a_failed_run_fails_alone(tmp_path)
     assert rows["ours", "warm"]["problems"] == ["not warm"]
     assert rows["peer", "cold"]["ratio"] == 0.5
     assert "the disk is gone" in rows["peer", "failed"]["problems"][0]
+    assert rows["peer", "failed"]["problems"][0].startswith(harness.FAILURES)
     text = next((tmp_path / "out").glob("*-demo.md")).read_text()
     assert "| peer, 2 | **200 (0.50)** |" in text
     assert text.count("not warm") == 1
@@ -148,6 +148,7 @@ def test_a_row_has_the_median_and_the_ratio_to_runs_of_the_same_turn():
         report_lines(
             {
                 **ABOUT,
+                "command": "edje-index bench demo",
                 "environment": WHERE,
                 "verdict": [],
                 "rows": rows,
@@ -162,4 +163,6 @@ WHERE = {
     "date": "2026-01-01",
     "versions": {},
     **dict.fromkeys(("cores", "processor", "memory_gib", "kernel", "python"), "x"),
+    "disk": "/dev/sda",
+    "load": "0.1 before the first run",
 }

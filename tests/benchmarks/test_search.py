@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-from benchmarks.peers import READER, StoredRecords, subject_versions
+from benchmarks.harness import READER
+from benchmarks.peers import StoredRecords, subject_versions
 from benchmarks.search import _open_system, keeps_up, load_values, open_loop, verdict
 from tests.conftest import REPO, golden_index
 
