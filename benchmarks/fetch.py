@@ -186,8 +186,8 @@ def bench_fetch(
     notes = []
     if missing := [name for name in subjects if name not in installed]:
         notes.append(
-            f"left out: {', '.join(missing)}; install the program fio to measure the"
-            " device, and the extra 'bench' to measure all libraries"
+            f"left out: {', '.join(missing)}; the device needs the program fio, and the"
+            " libraries need the extra 'bench'"
         )
     if quick:
         pool = min(pool, _QUICK_POOL)
