@@ -126,6 +126,8 @@ def search(
     sources = {"--texts": texts, "--image": image, "--queries": queries}
     if sum(query is not None for query in (text, queries, image)) != 1:
         raise UsageError("give one of TEXT, --queries FILE and --image FILE")
+    if image is not None and not image.exists():
+        raise UsageError(f"{image} does not exist; check the path", parameter="image")
     if texts is not None and image is None:
         raise UsageError("--texts are ranked for an image: add --image FILE")
     if image is not None and texts is None and min_relevance:

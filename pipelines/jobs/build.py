@@ -22,6 +22,7 @@ from edje_index.bundles.info import (
     read_bundle_offset,
 )
 from edje_index.indexing.faiss_build import AnnRequest
+from edje_index.indexing.kept_batches import kept_rows
 from edje_index.progress import ShardProgress
 from pipelines.engines.base import (
     count_metrics,
@@ -97,6 +98,9 @@ from storage_formats.writing.publish import total_counts
 if TYPE_CHECKING:
     from edje_index.indexing.shard_encoding import ShardTask
     from edje_index.inputs.helpers import Helpers, Threads
+
+# endings of tables that often hold the captions of the images beside them
+_CAPTION_TABLES = (".jsonl", ".csv", ".tsv")
 
 
 @dataclass(frozen=True)
@@ -453,6 +457,12 @@ def build_index(
                 "no captions: the sources have no texts in a column captions, caption"
                 " or text"
             )
+            tables = [suffix for suffix in _CAPTION_TABLES if suffix in ignored]
+            if tables:
+                captions += (
+                    f"; if an ignored {' or '.join(tables)} file holds them, give this"
+                    " file as the source, in place of its folder"
+                )
             if names:
                 captions = f"captions are in the column {names}"
             on_event(StatusMessage(captions))
@@ -719,7 +729,7 @@ def earlier_plan(
     run must make a new plan.
 
     The stored plan is removed if it has finished shards but none of their inputs was
-    indexed, or if it has no finished shard and `is_wanted` returns False for it.
+    indexed, or if it has no finished rows and `is_wanted` returns False for it.
 
     Args:
         info: the bundle with which this run encodes.
@@ -729,7 +739,10 @@ def earlier_plan(
         return None
     plan = Plan.parse(change.plan)
     receipts = change.receipts(plan.shards, plan.fingerprint)
-    is_useless = not any(receipt.indexed for receipt in receipts.values())
+    is_useless = not (
+        any(receipt.indexed for receipt in receipts.values())
+        or kept_rows(change.layout)
+    )
     if is_useless and (receipts or not is_wanted(plan)):
         change.start_again()
         return None

@@ -71,6 +71,10 @@ def test_a_stop_inside_a_slow_shard_keeps_its_batches(config, monkeypatch):
     layout = Directory(request.out)
     kept = kept_rows(layout)
     assert 0 < kept < read_journal(Directory(request.out)).plan["spec"]["rows"]
+    # A build with other settings does not discard them.
+    with pytest.raises(UsageError, match="other settings"):
+        run_build(config(shard_size=16, exclude=["*.png"]))
+    assert kept_rows(layout) == kept
     encoded = []
     encode = ImageEncoder.encode
 
