@@ -126,8 +126,6 @@ def search(
     sources = {"--texts": texts, "--image": image, "--queries": queries}
     if sum(query is not None for query in (text, queries, image)) != 1:
         raise UsageError("give one of TEXT, --queries FILE and --image FILE")
-    if image is not None and not image.exists():
-        raise UsageError(f"{image} does not exist; check the path", parameter="image")
     if texts is not None and image is None:
         raise UsageError("--texts are ranked for an image: add --image FILE")
     if image is not None and texts is None and min_relevance:
@@ -150,6 +148,8 @@ def search(
     if queries is not None:
         query_texts = read_queries(queries)
     choices = [] if texts is None else read_queries(texts)
+    if image is not None and not image.exists():
+        raise UsageError(f"{image} does not exist; check the path", parameter="image")
     if (
         text is not None
         and has_input_suffix(os.fsencode(text), clips=False)

@@ -274,5 +274,6 @@ def test_senseless_combinations_are_refused(run, root):
             ["--image", "x.jpg", "--texts", "none.txt"],
             "cannot read none.txt: No such file",
         ),
+        (["--image", "none.jpg"], "none.jpg does not exist; check the path"),
     ):
         assert message in run.refused("search", root, *arguments)
