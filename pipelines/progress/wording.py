@@ -66,6 +66,9 @@ def describe(value: Mapping[str, Any]) -> Iterator[str]:
             if count or name in _OUTCOMES[:3]
         ]
         total = f"{counted(value['inputs'], 'input')} = {' + '.join(terms)}"
+        if value.get("dry_run"):
+            # Only the encoding shows which of these inputs are damaged.
+            total = total.replace("indexed", "to index")
         rest = {name: value[name] for name in value if name not in outcomes}
         value = {**rest, "inputs": total}
     for name, member in value.items():
