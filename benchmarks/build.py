@@ -160,7 +160,8 @@ def build(
     source = folder / "photos.jsonl"
     lines = (json.dumps({"path": str(path)}) + "\n" for path in photos)
     source.write_text("".join(lines))
-    shard = 2 * _BATCH[device]
+    # Small shards would measure what each shard costs, such as flushing its files.
+    shard = max(2 * _BATCH[device], len(photos) // 8)
     ends = [time.perf_counter()]
 
     def on_event(event: Any) -> None:
