@@ -19,7 +19,7 @@ from edje_index.models import MAX_FRAMES
 from pipelines.environment import cuda_devices, free_disk
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.arguments import as_number, optional_count
-from storage_formats.atomic import Json
+from storage_formats.atomic import Json, make_directories
 from storage_formats.cgroups import available_memory
 from storage_formats.change import Change
 from storage_formats.codecs import codec
@@ -370,7 +370,7 @@ def store_inputs(
         layout = change.layout
         directory = layout.input_lists
         layout.remove(layout.names(directory))
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directories(directory)
         paths = write_input_lists(layout, stored, shard_size, first_shard=first_shard)
         layout.put([(path, FileEntry.of(layout, path)) for path in paths])
     return collected

@@ -109,9 +109,7 @@ def request_bench(tmp_path_factory):
         # files stayed for ever
         ("quantize-drop", "crashes", {"only": "unlink index/build"}),
         # no list of inputs
-        pytest.param(
-            "build", "crashes", {"only": "rename .*journal"}, marks=pytest.mark.slow
-        ),
+        ("build", "crashes", {"only": "rename .*journal"}),
     ],
 )
 def test_a_sample_and_what_has_failed_before(request_bench, name, kind, arguments):
