@@ -12,7 +12,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from edje_index.captions.reading import CaptionedImage, usable_captions
+from edje_index.captions.reading import (
+    PARTS_OF_SPLIT,
+    CaptionedImage,
+    usable_captions,
+)
 from edje_index.inputs.refs import display_path
 from edje_index.inputs.tables import SPLIT
 from storage_formats.arrays import Ints
@@ -42,11 +46,12 @@ def stored_captions(
     captioned = caption_columns(columns)
     splits = [column.name for column in columns if column.name == SPLIT]
     table = read_all_rows(index, ("row_id", "uri", "status", *captioned, *splits))
+    parts = None if split is None else PARTS_OF_SPLIT.get(split, {split})
     items = []
     for row in table.to_pylist():
         uri = row["uri"]
         its_split = row.get(SPLIT)
-        if row["status"] == INDEXED and split in (None, its_split):
+        if row["status"] == INDEXED and (parts is None or its_split in parts):
             captions, _ = usable_captions({name: row[name] for name in captioned})
             if captions:
                 items.append(CaptionedImage(uri, captions, its_split, row["row_id"]))
@@ -141,8 +146,8 @@ def match_items(
             f"{reason} {count:,}" for reason, count in sorted(missing.items())
         )
         raise UsageError(
-            f"none of the {len(items):,} captioned images is in the index {index.root}"
-            f" ({counts}): the captions name, for example, {names[0]}, but the first"
+            f"none of the {len(items):,} captioned images is in the index"
+            f" {index.location} ({counts}): the captions name, for example, {names[0]}, but the first"
             f" image of the index is {table['uri'][0].as_py()}; give the right base"
             " directory of the image paths"
         )

@@ -252,7 +252,9 @@ class AnnIndex:
         vectors = manifest.ann.get("vectors", manifest.counts.indexed)
         files = [{"vectors": vectors, **file} for file in manifest.ann.get("files", [])]
         if not files:
-            raise UsageError(f"{root} has no nearest-neighbour index", remedy="ann")
+            raise UsageError(
+                f"{index.location} has no nearest-neighbour index", remedy="ann"
+            )
         self._embeddings = IndexedEmbeddings(Layout(root), spec, index=index)
         index.fetch(manifest.ann_files)
         self._parts = [open_part(root, spec, file) for file in files]

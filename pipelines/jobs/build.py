@@ -746,8 +746,10 @@ def earlier_plan(
     if is_useless and (receipts or not is_wanted(plan)):
         change.start_again()
         return None
-    planned = change.layout.journal.stat().st_mtime
-    for source in plan.settings.sources:
+    place = change.layout
+    # At a URL, the time of the journal is not known.
+    for source in plan.settings.sources if place.remote is None else ():
+        planned = place.journal.stat().st_mtime
         if os.path.isfile(source) and os.path.getmtime(source) > planned:
             text = (
                 f"{source} has changed since this command began; the command goes on"

@@ -280,7 +280,7 @@ def update_index(
                     group = replace(group, column=each.column)
         groups = recorded if group is None else (group,)
         if groups is None:
-            settings_of(change.index.root, manifest)
+            settings_of(change.index.location, manifest)
             raise UsageError(
                 "the index does not record the sources of all its rows; name all"
                 " sources",
@@ -600,7 +600,7 @@ def _encoder(
     are not encoded.
     """
     settings = replace(
-        settings_of(index.root, index.manifest),
+        settings_of(index.location, index.manifest),
         sources=group.sources,
         column=group.column,
         dedupe=True,
@@ -943,7 +943,7 @@ def compare_sources(
             whose input no longer exists or cannot be read is larger than
             `max_vanished`.
     """
-    settings = settings_of(index.root, index.manifest)
+    settings = settings_of(index.location, index.manifest)
     sources = without_nested(
         [
             source

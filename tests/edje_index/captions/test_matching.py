@@ -137,7 +137,11 @@ def test_both_unicode_forms_of_a_name(index, stored, listed):
 
 def test_captions_of_the_index_belong_to_their_rows_whatever_their_names(tmp_path):
     rng = np.random.default_rng(0)
-    columns = {"uri": ["b", "a", "a"], "captions": [["0"], ["1"], ["2"]]}
+    columns = {
+        "uri": ["b", "a", "a"],
+        "captions": [["0"], ["1"], ["2"]],
+        "split": ["restval", "train", "val"],
+    }
     write_arrays(
         tmp_path / "index",
         rng.standard_normal((3, 2, 8), np.float32),
@@ -148,3 +152,6 @@ def test_captions_of_the_index_belong_to_their_rows_whatever_their_names(tmp_pat
     stored = stored_captions(index)
     assert match_items(index, stored)[0].tolist() == [0, 1, 2]
     assert match_items(index, items("a", "b"))[0].tolist() == [1, 0]
+    # as in a file of captions and in a training
+    train = stored_captions(index, "train")
+    assert [item.captions for item in train] == [("0",), ("1",)]
