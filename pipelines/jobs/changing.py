@@ -50,6 +50,7 @@ from storage_formats.change import (
 )
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.committed_files import CommittedFiles
+from storage_formats.format.file_check import check_file, refuse
 from storage_formats.format.journal import unfinished_journal
 from storage_formats.format.layout import EMBEDDING_FILE, IndexSpec, Layout
 from storage_formats.format.manifest import (
@@ -252,7 +253,11 @@ class Edit:
             from pipelines.jobs.ann import new_ann
 
             numbers = list(index.spec.shard_numbers())
-            index.fetch(CommittedFiles(index, EMBEDDING_FILE).files(numbers).values())
+            files = CommittedFiles(index, EMBEDDING_FILE).files(numbers).values()
+            index.fetch(files)
+            # Otherwise, damaged embeddings would get a new checksum in the FAISS file.
+            for file in files:
+                refuse(file.path, check_file(index.root, file))
             ann = new_ann(layout, index.spec, self.ann, on_event)
         spec = self.spec
         added = [each for each in receipts if each.shard >= before.spec.shards]

@@ -114,6 +114,15 @@ def test_damage_is_never_copied(index, tmp_path, file, job):
     assert problems_and_counts(root if job == "erase" else tmp_path / "dense") == []
 
 
+def test_no_search_index_is_built_of_damaged_embeddings(index):
+    root, _ = index
+    flip(root / "embeddings/c.1.0", 100)
+    with pytest.raises(CorruptIndexError, match=r"embeddings/c\.1\.0 is not the file"):
+        add_ann(root)
+    flip(root / "embeddings/c.1.0", 100)
+    add_ann(root)
+
+
 def test_what_cannot_be_compacted_is_refused(index, tmp_path, run):
     root, _ = index
     err = run.refused("compact", root)
