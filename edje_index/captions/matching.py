@@ -147,9 +147,9 @@ def match_items(
         )
         raise UsageError(
             f"none of the {len(items):,} captioned images is in the index"
-            f" {index.location} ({counts}): the captions name, for example, {names[0]}, but the first"
-            f" image of the index is {table['uri'][0].as_py()}; give the right base"
-            " directory of the image paths"
+            f" {index.location} ({counts}): the captions name, for example, {names[0]},"
+            f" but the first image of the index is {table['uri'][0].as_py()}; give the"
+            " right base directory of the image paths"
         )
     return rows, dict(sorted(missing.items()))
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edje_index.indexing import faiss_index
-from edje_index.indexing.faiss_build import AnnRequest, recall_queries
+from edje_index.indexing.faiss_build import AnnRequest, build_ann, recall_queries
 from edje_index.indexing.faiss_index import AnnIndex, AnnKind, rebuild_reasons
 from pipelines import repair_index
 from pipelines.jobs.ann import add_ann
@@ -120,7 +120,9 @@ def test_rows_with_equal_embeddings_cost_no_recall(tmp_path):
         vectors = clustered(SPEC.shard_size, shard + 1, 0)
         vectors[::2] = placeholder
         vectors.tofile(Directory(tmp_path).embedding_shard(shard))
-    assert add_ann(tmp_path, replace(CODES, recall=0.95)).ann["recall"]["value"] >= 0.95
+    request = replace(CODES, recall=0.95)
+    ann = build_ann(Directory(tmp_path), SPEC, request=request)
+    assert ann["recall"]["value"] >= 0.95
 
 
 def test_more_candidates_reach_a_recall_that_codes_alone_do_not(root):
