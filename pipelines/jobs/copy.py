@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -240,7 +241,8 @@ def rewrite(
     if len(parts) > 1 and "inputs_digest" in settings:
         settings["inputs_digest"] = fingerprint(identity)
     if details is None:
-        details = {"name": parts[0][0].root.name, "snapshot": first.snapshot.number}
+        name = Path(str(parts[0][0].location)).name
+        details = {"name": name, "snapshot": first.snapshot.number}
     with begin_new(out, kind, identity, on_event) as change:
         what = f"a copy of {counted(spec.rows, 'row')}"
         check_disk(change.layout, spec, what=what)

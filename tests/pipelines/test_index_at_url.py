@@ -180,6 +180,8 @@ def test_readers_download_what_they_need(index, tmp_path):
     delete_rows(index, rows=[4])
     copy_index(index, URL)
     assert compact_index(URL, tmp_path / "dense").removed == 1
+    dense = CommittedIndex.open(tmp_path / "dense").manifest.snapshot.change
+    assert dense["name"] == "photos.edje"
     opened = CommittedIndex.open(URL)
     local = CommittedIndex.open(index)
     assert read_rows(URL) == read_rows(index)
