@@ -62,7 +62,7 @@ from storage_formats.format.manifest import (
 )
 from storage_formats.format.offset import Offset, copy_offset, write_offset
 from storage_formats.format.places import Place, open_place
-from storage_formats.format.receipts import ShardReceipt, fetch_tables, fingerprint
+from storage_formats.format.receipts import ShardReceipt, fetch_written, fingerprint
 from storage_formats.format.rows import VALUE_SCHEMA, read_staged_rows
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.remote.urls import IndexLocation, is_url
@@ -312,6 +312,8 @@ class Edit:
         spec = self.spec
         columns = self.columns or ()
         manifests = [each.manifest for each in self.origins]
+        # the nearest-neighbour index is built of them
+        fetch_written(layout, receipts, "embeddings/")
         if self.ann is None:
             shards = [receipt.shard for receipt in receipts]
             columns = _counted(layout, shards, columns)
@@ -546,7 +548,7 @@ def run_shards(
         )
 
     try:
-        fetch_tables(target, earlier.values())
+        fetch_written(target, earlier.values(), "build/rows/")
         for receipt in earlier.values():
             # Pass no stage times, because events report the times of this run only.
             finish(receipt, {})
@@ -562,7 +564,7 @@ def run_shards(
             )
             with contextlib.closing(finished):
                 for receipt in finished:
-                    fetch_tables(target, [receipt])
+                    fetch_written(target, [receipt], "build/rows/")
                     on_event(finish(receipt, receipt.seconds))
                     work.check(receipts)
         # Also stop if all shards are finished but a stop was requested: the commit may

@@ -90,15 +90,15 @@ class ShardReceipt:
         return cls(**{**members, "files": files})
 
 
-def fetch_tables(place: Place, receipts: Iterable[ShardReceipt]) -> None:
-    """Make the rows and the embeddings of finished shards readable on this machine. A
-    commit reads them.
+def fetch_written(place: Place, receipts: Iterable[ShardReceipt], folder: str) -> None:
+    """Make the files of finished shards in `folder` readable on this machine, for the
+    commit. `folder` is "build/rows/" or "embeddings/".
     """
     place.fetch(
         file
         for receipt in receipts
         for file in receipt.files
-        if file.path.startswith(("build/rows/", "embeddings/"))
+        if file.path.startswith(folder)
     )
 
 

@@ -46,7 +46,7 @@ from storage_formats.format.manifest import (
 )
 from storage_formats.format.offset import stored_codec
 from storage_formats.format.places import Place
-from storage_formats.format.receipts import ShardReceipt, fetch_tables, fingerprint
+from storage_formats.format.receipts import ShardReceipt, fetch_written, fingerprint
 from storage_formats.format.rows import (
     ROW_SCHEMA,
     RowEntry,
@@ -393,11 +393,14 @@ class IndexWriter:
             self._commit_shard()
         columns = self._columns.columns()
         change = self._change
-        fetch_tables(place, self._receipts)
+        fetch_written(place, self._receipts, "build/rows/")
         counts = total_counts(self._receipts)
         tables = write_tables(place, spec, self._receipts, columns, change.before)
         if change.before is None:
-            ann: Ann = {"kind": "none"} if build_ann is None else build_ann(place, spec)
+            ann: Ann = {"kind": "none"}
+            if build_ann is not None:
+                fetch_written(place, self._receipts, "embeddings/")
+                ann = build_ann(place, spec)
             fingerprint = hashlib.sha256(self._encoder.encode()).hexdigest()
             manifest = Manifest(
                 spec=spec,
