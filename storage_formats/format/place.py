@@ -120,11 +120,11 @@ class Place(Layout, abc.ABC):
 
     @abc.abstractmethod
     def commit(self, data: bytes) -> None:
-        """Replace `index.json`, which must not have changed since the claim.
+        """Replace `index.json`. The caller holds the claim, and has compared the base.
 
         Raises:
             EdjeError: another process has replaced `index.json`, or it is not known
-                whether `index.json` was replaced.
+                whether `index.json` was replaced. Only an object store raises it.
         """
 
     @abc.abstractmethod
