@@ -62,7 +62,11 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return a hint with the one of `names` that is most similar to the unknown `name`.
     Return an empty string if none is similar.
     """
-    similar = difflib.get_close_matches(name, [*names], 1, cutoff=0.7)
+    # The likeness of two names depends on their order, so both orders are tried.
+    names = [*names]
+    similar = difflib.get_close_matches(name, names, 1, cutoff=0.7) or [
+        other for other in names if difflib.get_close_matches(other, [name], cutoff=0.7)
+    ]
     return f" (did you mean {similar[0]}?)" if similar else ""
 
 

@@ -9,7 +9,6 @@ command line can read and list settings quickly.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -28,7 +27,7 @@ from pydantic import (
     model_validator,
 )
 
-from storage_formats.arguments import shown
+from storage_formats.arguments import did_you_mean, shown
 from storage_formats.errors import UsageError
 
 SettingPath = Annotated[Path, Field(strict=False), AfterValidator(Path.absolute)]
@@ -354,8 +353,9 @@ def _describe(problem: Any) -> str:
         ]
         key = name.split(".")[-1]
         alike = [other for other in names if other.endswith(f".{key}")]
-        alike = alike or difflib.get_close_matches(name, [*names, *GROUPS], n=1)
-        hint = f"; did you mean {' or '.join(alike)}?" if alike else ""
+        hint = did_you_mean(name, [*names, *GROUPS])
+        if alike:
+            hint = f"; did you mean {' or '.join(alike)}?"
         return f"no setting is named {name}{hint}"
     if problem["type"] == "value_error":
         return message.removeprefix("Value error, ")

@@ -223,6 +223,18 @@ def test_the_command_sets_texts_numbers_and_lists(index, run):
     assert "COLUMN=VALUE" in run.refused("edit", index, "--rows", 3, "--set", "title")
 
 
+def test_a_similar_name_is_offered(index, run):
+    set_columns(index, [3], {"licence": ["by"]})
+    for words in (
+        ("edit", index, "--rows", 3, "--set", "licnse=by"),
+        ("edit", index, "--rows", 3, "--unset", "licnse"),
+        ("delete", index, "--where", "licnse = 'by'"),
+    ):
+        assert "no column licnse (did you mean licence?)" in run.refused(*words)
+    # a name that is not similar to that of a column
+    run.ok("edit", index, "--rows", 3, "--set", "rating=4")
+
+
 def test_values_belong_to_rows_in_the_given_order(index):
     set_columns(index, [20, 3], {"c": ["for 20", "for 3"]})
     assert column(index, "c") == {3: "for 3", 20: "for 20"}
