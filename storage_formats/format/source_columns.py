@@ -55,6 +55,10 @@ _TYPES_OF_KINDS = (
     ({"int", "float"}, FLOAT64),
     ({"timestamp"}, TIMESTAMP),
 )
+WIDER_TYPES = {INT64: FLOAT64, STRING: STRINGS}
+"""The type to which a column may change when rows of arrays are appended, by its type
+before. Filters that read the column stay valid.
+"""
 _EXACT_IN_FLOAT64 = 1 << 53
 _RESERVED_PREFIX = "edje_"
 # Every integer of at most 18 digits fits into 64 bits.
@@ -94,7 +98,12 @@ class SourceColumn:
 
     def fits(self, value: Value) -> bool:
         """Return True if the column would keep its type after `value` was added."""
-        return _type_of(frozenset((*self.kinds, kind_of(value)))) == self.type
+        return self.type_with([value]) == self.type
+
+    def type_with(self, values: Iterable[Value | None]) -> str:
+        """The type of the column after `values` were added."""
+        kinds = (kind_of(value) for value in values if value is not None)
+        return _type_of(frozenset((*self.kinds, *kinds)))
 
 
 @functools.cache

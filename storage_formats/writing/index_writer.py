@@ -57,6 +57,7 @@ from storage_formats.format.source_columns import (
     MAX_COLUMNS,
     MAX_NAME_BYTES,
     MAX_ROW_BYTES,
+    WIDER_TYPES,
     CountedColumns,
     SourceColumn,
     Value,
@@ -165,6 +166,7 @@ class IndexWriter:
         self._rows: list[RowEntry] = []
         self._values: list[dict[str, Value]] = []
         self._columns = CountedColumns(earlier)
+        self._earlier_types = {column.name: column.type for column in earlier}
         self._held = 0
         self._blocks = np.empty((spec.shard_size, *spec.block_shape), dtype=BF16)
         self._embeddings = np.empty((spec.shard_size, spec.embed_dim), dtype=np.float32)
@@ -292,7 +294,9 @@ class IndexWriter:
 
         Raises:
             UsageError: an argument has a wrong shape or type, a value is not finite, a
-                precision cannot store a block, or the writer is closed.
+                precision cannot store a block, the type of a column of the existing
+                index would change (int64 may become float64, and string a list), or the
+                writer is closed.
             OSError: a shard cannot be written. The next call tries to write this shard
                 again.
         """
@@ -324,6 +328,15 @@ class IndexWriter:
             raise UsageError(
                 f"rows has more than {MAX_COLUMNS} columns; leave some out"
             )
+        for column in self._columns.columns():
+            new = column.type_with(sources.get(column.name, ()))
+            earlier = self._earlier_types.get(column.name, new)
+            if new not in (earlier, WIDER_TYPES.get(earlier)):
+                raise UsageError(
+                    f"the column {column.name} of the index has the type {earlier}, and"
+                    f" these rows would change it to {new}; give values of the type"
+                    f" {earlier}, or rename the column of these rows"
+                )
         first = self._first_row + len(self)
         done = 0
         while done < len(blocks):

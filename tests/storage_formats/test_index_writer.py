@@ -387,6 +387,60 @@ def test_an_append_that_fails_changes_nothing(tmp_path):
     assert all_files(root) == before
 
 
+@pytest.mark.parametrize(
+    ("values", "more", "expected"),
+    [
+        (
+            [1.5, 2],
+            ["unknown", "2020"],
+            "type float64, and .* change it to string; give",
+        ),
+        (
+            [1, 2],
+            ["unknown", None],
+            "type int64, and these rows would change it to str",
+        ),
+        ([True, False], [1, 2], "type bool, and these rows would change it to string"),
+        ([MAY, MAY], ["2026", "x"], "type timestamp, and these rows would change it"),
+        ([1, 2], [["x"], ["y"]], "type int64, and .* it to list<string>; give values"),
+        (
+            [1, 2],
+            [1.5, 1 << 60],
+            "type int64, and these rows would change it to string",
+        ),
+        ([1, 2], [1.5, None], [1, 2, 1.5, None]),
+        ([1.5, 2], [3, None], [1.5, 2, 3, None]),
+        (["a", "b"], [["c", "d"], None], [["a"], ["b"], ["c", "d"], None]),
+        (["a", None], [None, None], ["a", None, None, None]),
+    ],
+)
+def test_an_append_keeps_the_types_of_columns(tmp_path, values, more, expected):
+    root = tmp_path / "index"
+    write_arrays(root, *arrays(2), {"x": values}, **SHAPE)
+    before = all_files(root)
+    with IndexWriter.open(root) as writer:
+        if isinstance(expected, list):
+            writer.append(*arrays(2), {"x": more})
+        else:
+            with pytest.raises(UsageError, match=f"the column x .* has the {expected}"):
+                writer.append(*arrays(2), {"x": more})
+            writer.abort()
+    if isinstance(expected, list):
+        assert read_rows(root)["x"].to_pylist() == expected
+    else:
+        assert all_files(root) == before
+
+
+def test_the_values_of_all_appends_count_for_the_type(tmp_path):
+    root = tmp_path / "index"
+    write_arrays(root, *arrays(2), {"x": [1, 2]}, **SHAPE)
+    with IndexWriter.open(root) as writer:
+        writer.append(*arrays(2), {"x": [1.5, 2]})
+        with pytest.raises(UsageError, match="these rows would change it to string"):
+            writer.append(*arrays(2), {"x": [1 << 60, 2]})
+    assert read_rows(root)["x"].to_pylist() == [1, 2, 1.5, 2]
+
+
 def test_an_index_of_images_is_refused():
     with pytest.raises(UsageError, match="not built from arrays"):
         IndexWriter.open(golden_index())
