@@ -43,6 +43,7 @@ from storage_formats.format.source_columns import (
     CAPTION_COLUMNS,
     MAX_COLUMNS,
     MAX_ROW_BYTES,
+    RESERVED_PREFIX,
     CountedColumns,
     SourceColumn,
     Value,
@@ -319,7 +320,8 @@ def set_columns(
     no token file changes. `roll_back` undoes the change.
 
     A column that the index does not have is added. A value stays, also if an update
-    finds another value in the sources, until it is set again or unset.
+    finds another value in the sources, until it is set again or unset. A column that
+    was renamed has its stored name, such as `source_status`.
 
     Args:
         index: directory of the index.
@@ -430,7 +432,7 @@ def _checked(row_ids: list[int], columns: Mapping[str, Sequence[Any]]) -> NewVal
         UsageError: a column or a value cannot be stored.
     """
     for name, values in columns.items():
-        if name in ROW_SCHEMA.names:
+        if name in ROW_SCHEMA.names or str(name).startswith(RESERVED_PREFIX):
             raise UsageError(
                 f"the index itself writes the column {name}; set another column",
                 parameter="columns",
@@ -448,7 +450,7 @@ def _checked(row_ids: list[int], columns: Mapping[str, Sequence[Any]]) -> NewVal
             name: values[number if len(values) > 1 else 0]
             for name, values in columns.items()
         }
-        stored = source_values(row, ignored) or {}
+        stored = source_values(row, ignored, renames=False) or {}
         if ignored or len(metadata_text(stored).encode()) > MAX_ROW_BYTES:
             problem = next(iter(ignored), f"more than {MAX_ROW_BYTES:,} bytes")
             raise UsageError(

@@ -38,6 +38,8 @@ RENAMED_PREFIX = "source_"
 """Prefix of the stored name of a source column whose own name is reserved, see
 `stored_name`.
 """
+RESERVED_PREFIX = "edje_"
+"""Prefix of the names that the index keeps for itself."""
 MAX_COLUMNS = 256
 MAX_NAME_BYTES = 128
 MAX_SHARD_BYTES = 48 << 20
@@ -60,7 +62,6 @@ WIDER_TYPES = {INT64: FLOAT64, STRING: STRINGS}
 before. Filters that read the column stay valid.
 """
 _EXACT_IN_FLOAT64 = 1 << 53
-_RESERVED_PREFIX = "edje_"
 # Every integer of at most 18 digits fits into 64 bits.
 _INTEGER = re.compile(r"0|-?[1-9]\d{0,17}")
 _FRACTION = re.compile(r"-?(0|[1-9]\d*)(\.\d+([eE][+-]?\d{1,2})?|[eE][+-]?\d{1,2})")
@@ -230,7 +231,7 @@ def stored_name(name: str, standard_names: Iterable[str]) -> str:
     unprefixed = name
     while unprefixed.startswith(RENAMED_PREFIX):
         unprefixed = unprefixed.removeprefix(RENAMED_PREFIX)
-    is_taken = unprefixed in standard_names or unprefixed.startswith(_RESERVED_PREFIX)
+    is_taken = unprefixed in standard_names or unprefixed.startswith(RESERVED_PREFIX)
     return f"{RENAMED_PREFIX}{name}" if is_taken else name
 
 

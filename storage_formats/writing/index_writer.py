@@ -12,7 +12,7 @@ import contextlib
 import datetime
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias
@@ -289,7 +289,8 @@ class IndexWriter:
                 columns of the rows table. Any other column, for example of captions,
                 becomes a source column. Its values may be truth values, numbers, texts,
                 times, lists of texts or None. If the index uses the name of a column
-                itself, such as `status`, the column is stored as `source_status`.
+                itself, such as `status`, the column is stored as `source_status`, and
+                later appends may use either name.
                 Without a column `uri`, the URI of a row is its row id.
 
         Raises:
@@ -319,7 +320,7 @@ class IndexWriter:
         blocks = as_array(blocks)
         embeddings = as_array(embeddings)
         self._check_shapes(blocks, embeddings)
-        columns = _given_columns(rows, len(blocks))
+        columns = _given_columns(rows, len(blocks), self._earlier_types)
         sources = {
             name: _source_values(name, columns.pop(name))
             for name in columns.keys() - {*ROW_COLUMNS}
@@ -543,9 +544,15 @@ def _as_unit_vectors(embeddings: Array, first: int) -> Floats:
     return unit
 
 
-def _given_columns(rows: Rows | None, count: int) -> Json:
+def _given_columns(
+    rows: Rows | None, count: int, earlier_names: Container[str]
+) -> Json:
     """Return the columns that the argument `rows` of `append` gives, keyed by stored
     name. Columns in `ROW_COLUMNS` are converted to lists of the right type.
+
+    Args:
+        earlier_names: stored names of the columns of the index. A column with such a
+            name is this column, unless another column of `rows` is stored under it.
 
     Raises:
         UsageError: a column has a wrong name, type or length.
@@ -581,12 +588,17 @@ def _given_columns(rows: Rows | None, count: int) -> Json:
                 f"{count} blocks need {count} rows, but column {name} of rows has"
                 f" {len(values)} values"
             )
+    stored = {
+        name: stored_name(name, ROW_SCHEMA.names)
+        for name in columns
+        if name not in ROW_COLUMNS
+    }
+    # short names first, because a longer name may be that of a renamed column
+    for name in sorted(stored, key=len):
+        if name in earlier_names and name not in stored.values():
+            stored[name] = name
     return {
-        **{
-            stored_name(name, ROW_SCHEMA.names): values
-            for name, values in columns.items()
-            if name not in ROW_COLUMNS
-        },
+        **{stored[name]: columns[name] for name in stored},
         **{
             name: _column(ROW_SCHEMA.field(name), columns[name])
             for name in ROW_COLUMNS

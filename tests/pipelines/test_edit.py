@@ -131,6 +131,8 @@ def test_later_edits_replace_and_remove_values(index):
     ("rows", "columns", "message"),
     [
         ([0], {"uri": ["x"]}, "the index itself writes the column uri"),
+        ([0], {"edje_note": ["x"]}, "the index itself writes the column edje_note"),
+        ([0], {3: ["x"]}, "column name not allowed"),
         ([0, 1], {"c": ["x"] * 3}, "3 values for 2 rows"),
         ([], {"c": ["x"]}, "select at least one row"),
         ([0], {}, "give at least one value"),
@@ -197,6 +199,32 @@ def test_an_unset_value_is_that_of_the_sources(tmp_path):
     assert problems_and_counts(root) == []
     with pytest.raises(UsageError, match=r"no column titel \(did you mean title\?\)"):
         set_columns(root, [0], unset=["titel"])
+
+
+def test_a_renamed_column_has_its_stored_name(tmp_path, run):
+    root = tmp_path / "index"
+    blocks = np.ones((2, 1, 16), np.float32)
+    vectors = np.ones((2, 2))
+    write_arrays(root, blocks, vectors, {"status": ["a", "b"]})
+    run.ok("edit", root, "--rows", 0, "--set", "source_status=x")
+    set_columns(root, [1], {"source_status": ["y"]})
+    assert column(root, "source_status") == {0: "x", 1: "y"}
+    with pytest.raises(UsageError, match="source_status has the type string"):
+        set_columns(root, [1], {"source_status": [["a list"]]})
+    for rows in (
+        {"source_status": ["c", "d"]},
+        {"status": ["e", "f"]},
+        # two columns of the rows stay two columns
+        {"source_status": ["g", "h"], "status": ["i", "j"]},
+        {"source_status": ["k", "l"], "source_source_status": ["m", "n"]},
+        {"source_source_status": ["o", "p"], "source_status": ["q", "r"]},
+    ):
+        with IndexWriter.open(root) as writer:
+            writer.append(blocks, vectors, rows)
+    assert [*column(root, "source_status").values()] == [*"xycdefijklqr"]
+    assert [*column(root, "source_source_status").values()] == [*"ghmnop"]
+    names = [each.name for each in Manifest.load(root).columns]
+    assert names == ["source_source_status", "source_status"]
 
 
 def test_the_command_sets_texts_numbers_and_lists(index, run):
