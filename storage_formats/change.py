@@ -463,9 +463,12 @@ def begin_new_index(
         stack.enter_context(layout.claimed())
         earlier = _recover(layout)
         if layout.manifest.exists():
+            # Only an index of arrays can be appended to by the same command.
+            remedy = "append" if kind == "import-arrays" else None
             raise UsageError(
                 f"{layout.location} exists already; choose another directory or URL",
                 parameter="out",
+                remedy=remedy,
             )
         change = Change(layout, None, kind, request)
         if earlier is not None and earlier.kind == kind and not change.is_same(earlier):

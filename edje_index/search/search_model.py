@@ -148,8 +148,9 @@ class SearchModel:
         if config.is_feature:
             raise ModelError(
                 f"the index stores features for training ({config.kind}), which cannot"
-                " be re-ranked: search without re-ranking, or use an index of a"
-                " trained bundle"
+                " be re-ranked: use an index of a trained bundle, or search without"
+                " re-ranking",
+                remedy="embedding",
             )
 
     def scores(

@@ -155,6 +155,7 @@ def _describe_upkeep(index: CommittedIndex) -> Json:
 def _describe_spec(spec: IndexSpec) -> Json:
     return {
         "rows": spec.rows,
+        "unused_ids": spec.rows - spec.used_rows,
         "shards": spec.used_shards,
         "shard_size": spec.shard_size,
         "block_shape": list(spec.block_shape),

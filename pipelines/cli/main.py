@@ -63,6 +63,8 @@ _REMEDIES = {
     "ann": "; build it with 'edje-index ann build'",
     "discard": "; 'edje-index gc INDEX' does this, and keeps the committed rows",
     "snapshots": " with 'edje-index gc INDEX --keep 1'",
+    "append": ", or append the rows to this index with --append",
+    "embedding": ", with --score embedding",
     "upgrade": " with 'edje-index upgrade INDEX'",
     "verify": "; run 'edje-index verify' to list all damage",
     "show": (

@@ -246,7 +246,9 @@ def _row_parts(
         for start in range(0, rows, _CHUNK_ROWS):
             yield min(_CHUNK_ROWS, rows - start), None
         return
-    with _parsing(path, "a Parquet file", "write this file again"):
+    if not path.exists():
+        raise UsageError(f"{path} does not exist; check the path")
+    with _parsing(path, "a Parquet file", "ROWS must be a Parquet file"):
         file = open_parquet(path)
     names = file.schema_arrow.names
     own = [name for name in names if name in ROW_COLUMNS]

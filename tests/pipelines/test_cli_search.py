@@ -7,15 +7,19 @@ import csv
 import io
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
 
 from edje_index import Hit, TokenIndex, set_columns
 from edje_index.bundles.info import describe_bundle, read_bundle_info
+from edje_index.errors import ModelError
 from edje_index.models.filesystem import write_json
 from edje_index.search.query import read_queries
+from edje_index.search.search_model import SearchModel
 from pipelines.cli import main
+from pipelines.cli.main import _explain
 from tests.edje_index.search.indexes import HOLE, build_photos, photo
 
 QUERIES = ["a red canoe", "two dogs", "a red canoe"]
@@ -277,3 +281,11 @@ def test_senseless_combinations_are_refused(run, root):
         (["--image", "none.jpg"], "none.jpg does not exist; check the path"),
     ):
         assert message in run.refused("search", root, *arguments)
+
+
+def test_an_index_of_features_is_searched_by_embedding():
+    config = SimpleNamespace(is_feature=True, kind="patches")
+    with pytest.raises(ModelError, match="cannot be re-ranked") as refusal:
+        SearchModel.check_reranks(SimpleNamespace(adapter_config=config))
+    _, message = _explain(refusal.value)
+    assert message.endswith("search without re-ranking, with --score embedding")

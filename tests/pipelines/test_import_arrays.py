@@ -189,8 +189,11 @@ def test_rows_that_are_refused(run, files, tmp_path):
     ):
         pq.write_table(table, bad)
         assert message in refused(run, tmp_path, *files[:2], bad)
-    bad.write_bytes(b"no table")
-    assert "as a Parquet file" in refused(run, tmp_path, *files[:2], bad)
+    bad = tmp_path / "rows.csv"
+    bad.write_text("uri,note\na,b\n")
+    assert "; ROWS must be a Parquet file" in refused(run, tmp_path, *files[:2], bad)
+    missing = tmp_path / "none.parquet"
+    assert f"{missing} does not exist;" in refused(run, tmp_path, *files[:2], missing)
 
 
 def test_other_columns_are_kept_as_those_of_a_source(run, files, tmp_path):
@@ -268,6 +271,10 @@ def test_rows_are_appended_with_their_nearest_neighbours(run, files, tmp_path):
     ):
         error = run.refused(*words, *options)
         assert message in error
+    error = run.refused(*words[:-1])
+    assert "exists already; choose another directory or URL, or append" in error
+    assert error.endswith(" with --append\n")
+    assert run.json("info", out)["unused_ids"] == first - ROWS
     error = run.refused(*words[:-2], tmp_path / "none", "--append")
     assert error.count("\n") == 1
     run.ok("rollback", out, "0")
