@@ -39,7 +39,8 @@ def _run(job: Job, **changes: Any) -> Iterable[str]:
         signal.signal(signal.SIGTERM, before)
     problems = [problem for row in report["rows"] for problem in row["problems"]]
     job.exit_code = int(any(problem.startswith(FAILURES) for problem in problems))
-    return report_lines(report)
+    # `print_result` escapes line breaks in a line.
+    return "\n".join(report_lines(report)).split("\n")
 
 
 @command(

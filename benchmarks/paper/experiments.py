@@ -420,10 +420,13 @@ def measured(experiment: Report, study: Study) -> Report:
 
 def table_lines(report: Report) -> Iterator[str]:
     """Yield the lines of a table in Markdown."""
+    yield f"## {report['title']}"
+    yield ""
     yield (
-        f"## {report['title']}\n\n{report['source']}. Each cell: measured value"
-        " [95 % interval] (published value).\n"
+        f"{report['source']}. Each cell: measured value [95 % interval] (published"
+        " value)."
     )
+    yield ""
     rows = report["rows"]
     lines = [
         [row["label"], *(_cell(row, column) for column in report["columns"])]

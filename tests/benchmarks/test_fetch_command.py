@@ -11,7 +11,9 @@ import sys
 
 import pytest
 
-from benchmarks.harness import DEVICE
+from benchmarks import fetch
+from benchmarks.harness import DEVICE, report_lines
+from tests.benchmarks.test_harness import ABOUT, WHERE
 from tests.conftest import REPO, write_random_index
 from tests.storage_formats.reading_cases import ODD
 
@@ -67,6 +69,12 @@ def test_wrong_usage_is_refused_before_anything_is_written(
     )
     assert words in err
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_the_report_is_printed_as_it_is_written(run, monkeypatch):
+    report = {**ABOUT, "command": "x", "environment": WHERE, "verdict": [], "rows": []}
+    monkeypatch.setattr(fetch, "bench_fetch", lambda index, **_: report)
+    assert run.ok("bench", "fetch", "x") == "\n".join(report_lines(report)) + "\n"
 
 
 def test_an_index_without_rows_is_refused(run, tmp_path):

@@ -130,6 +130,7 @@ def test_missing_data_are_named_with_their_remedy_and_what_is_no_experiment_is_r
     out = run.ok("bench", "paper", "prior-art", "io-test", *options, "--commands")
     assert "bench make-synthetic" in out
     code, out, _ = run("bench", "paper", "language-model", *options)
+    assert "\\n" not in out
     assert code == 1
     assert "put the caption files of the pre-training images there" in out
     assert "| - (84.52) |" in out
