@@ -371,7 +371,7 @@ def measure(
     subject = open_subject(name, source, copies)
     problem = evict(files)
     cold = _timed(subject, calls, buffer)
-    if cold["read"] < _READ_AT_LEAST:
+    if not problem and cold["read"] < _READ_AT_LEAST:
         problem["problem"] = f"not cold: only {cold['read']:.0%} of the bytes were read"
     yield {"case": "cold", "values": cold} | problem
     if sum(path.stat().st_size for path in files) > available_memory():
@@ -456,15 +456,20 @@ def verdict(rows: list[Report], draw: float) -> Iterator[str]:
                 f"{precision}: the disk delivers records of"
                 f" {values['GB/s'] * 1e9 / values['blocks/s']:,.0f} bytes at"
                 f" {values['GB/s']:.2f} GB/s ({values['blocks/s']:,.0f} reads/s, p50"
-                f" {values['p50 ms']:.2f} ms, p99 {values['p99 ms']:.2f} ms), and"
-                f" edje-index reads at {device['ratio'] or 0:.2f} of this rate."
+                f" {values['p50 ms']:.2f} ms, p99 {values['p99 ms']:.2f} ms)."
             )
-        rates = {
-            row["table"]: row["values"]["blocks/s"]
-            for row in select(of_precision, subject=READER)
-        }
-        for title, rate in rates.items():
-            if title == large:
+            if ratio := device["ratio"]:
+                yield f"{precision}: edje-index reads at {ratio:.2f} of this rate."
+        for row in select(of_precision, subject=READER):
+            title = row["table"]
+            rate = row["values"].get("blocks/s")
+            if rate is None:
+                yield (
+                    f"{precision}, {title}: edje-index was not measured"
+                    f" ({row['problems'][0]}); close other programs that have the index"
+                    " open, or measure a larger index on a disk."
+                )
+            elif title == large:
                 yield f"{precision}: {rate:,.0f} photos/s in one call from this disk."
             elif title.endswith(f" {QUERY} per call"):
                 queries = rate / QUERY

@@ -165,7 +165,7 @@ def run(
             minutes = run_seconds * (len(tasks) - number) / 60
             say(f"{number}/{len(tasks)}, {minutes:.0f} min left: {names}: {text}")
             rows = summaries(results, about["reference"])
-            sentences = verdict([row for row in rows if row["values"]])
+            sentences = verdict(rows)
             report |= {"rows": rows, "verdict": list(sentences)}
             if report_folder is not None:
                 write(report, report_folder)

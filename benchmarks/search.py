@@ -162,7 +162,7 @@ def verdict(rows: list[Report]) -> Iterator[str]:
     is faster than edje-index.
     """
     for table in dict.fromkeys(row["table"] for row in rows):
-        loads = select(rows, table=table)
+        loads = [row for row in select(rows, table=table) if row["values"]]
         if table.startswith("service") and len(loads) > 1:
             # The service did not keep up with the last load.
             rate = loads[-2]["values"]["offered/s"]

@@ -115,6 +115,22 @@ def test_a_run_is_repeated_by_the_command_of_its_row(index):
     assert (cold["case"], warm["case"]) == ("cold", "warm")
 
 
+def test_the_verdict_says_why_a_cold_rate_is_missing(index, tmp_path):
+    files = [*(index / "tokens" / "bf16").glob("c.*")]
+    maps = [np.memmap(path, np.uint8, mode="r") for path in files]
+    # mapped pages that were read cannot be evicted
+    assert sum(int(each.sum()) for each in maps)
+    task = {"group": "bf16", "table": RANDOM.title, "repeat": 0, "command": ""}
+    values = {"GB/s": 1.0, "blocks/s": 1e6, "p50 ms": 1.0, "p99 ms": 3.0}
+    device = {"case": "cold", "subject": DEVICE, "values": values}
+    cold = run_here(index, tmp_path, READER, RANDOM)["cold"]
+    results = [task | device, task | {"subject": READER} | cold]
+    first, second, *_ = verdict(summaries(results, READER), 2)
+    assert first.endswith("p99 3.00 ms).")
+    assert "edje-index was not measured (not cold: 100.0% of the pages" in second
+    assert "; close other programs that have the index open" in second
+
+
 def test_the_verdict_has_queries_and_photos_and_names_who_is_faster():
     rates = {DEVICE: 80, READER: 100, RECORDS: 400, "np.memmap": 200, "LMDB": 500}
     query = Workload(200_000, 5_000, fetch.QUERY)
