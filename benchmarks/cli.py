@@ -62,8 +62,10 @@ def make_synthetic(job: Job) -> None:
     """
 
 
+# `repeats` always has a value, so an interrupted run can always be resumed.
 @command(
     "benchmarks.fetch:bench_fetch",
+    resume="repeats",
     report_folder="--report",
     precisions="--precision",
 )
@@ -120,6 +122,7 @@ def build(job: Job) -> Iterable[str]:
 
 @command(
     "benchmarks.search:bench_search",
+    resume="seconds",
     report_folder="--report",
     pools="--pool",
     queries_file="--queries",

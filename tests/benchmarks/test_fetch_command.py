@@ -101,7 +101,8 @@ def test_an_interrupted_run_continues(index, run):
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
-    assert err.splitlines()[-1] == "error: interrupted"
+    resume = f"edje-index bench fetch {index} {' '.join(options)}"
+    assert err.splitlines()[-1] == f"error: interrupted. To resume: {resume}"
     code, out, err = run("bench", "fetch", index, *options, "--json")
     assert code == 0, err
     assert "\n1/" not in err
