@@ -69,11 +69,14 @@ class Removal:
         snapshots: numbers of the removed snapshots.
         files: number of removed data files.
         bytes: total length of the removed data files in bytes.
+        discarded: kind of the unfinished change that was discarded, for example
+            "append"; None if there was none.
     """
 
     snapshots: tuple[int, ...]
     files: int
     bytes: int
+    discarded: str | None
 
 
 class UnfinishedChangeError(EdjeError):
@@ -607,7 +610,8 @@ def collect_garbage(
                 with change._running(None):
                     sizes += change.commit(manifest)
         sizes += remove_what_is_not_kept(layout, tables=True, shards=True)
-        return Removal(tuple(removed), len(sizes), sum(sizes))
+        discarded = None if earlier is None else earlier.kind
+        return Removal(tuple(removed), len(sizes), sum(sizes), discarded)
 
 
 def _has_work(layout: Place, journal: Journal) -> bool:

@@ -202,7 +202,8 @@ def test_a_change_with_work_is_resumed_refused_or_discarded_in_words(index):
     with begin_change(root, "quantize", {"to": ["fp8"]}) as begun:
         assert begun.plan == {"shards": 3}
     messages = []
-    collect_garbage(root, notify=messages.append)
+    removal = collect_garbage(root, notify=messages.append)
+    assert removal.discarded == "quantize"
     assert messages == [
         "discarding the unfinished 'quantize', which had 0 finished shards"
     ]
