@@ -24,8 +24,8 @@ import pytest
 from tests.web_server import Handler, serving
 
 Fault = str | None
-"""What happens to a request: "reset", "503", "slow", "truncate", "lost" (done, but the
-response is lost), "twice" (done twice), "late" (lost, but done by
+"""What happens to a request: "reset", "403", "503", "slow", "truncate", "lost" (done,
+but the response is lost), "twice" (done twice), "late" (lost, but done by
 `FaultyProxy.do_late_requests`), or None.
 """
 
@@ -173,8 +173,8 @@ def _handler(proxy: FaultyProxy) -> type[Handler]:
             fault = proxy.fault(self.command, self.path)
             if fault == "reset":
                 return self.reset()
-            if fault == "503":
-                return self.respond(503, [("Content-Length", "0")], b"")
+            if fault in ("403", "503"):
+                return self.respond(int(fault), [("Content-Length", "0")], b"")
             if fault == "slow":
                 time.sleep(0.3)
             forward = functools.partial(

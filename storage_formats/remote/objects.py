@@ -75,6 +75,10 @@ class ObjectStoreError(EdjeError):
     """An object store refused a request, or did not respond in several attempts."""
 
 
+class AccessDeniedError(ObjectStoreError):
+    """An object store refused a request because of its credentials."""
+
+
 class ObjectChangedError(EdjeError):
     """A conditional request was refused, because another writer changed the object."""
 
@@ -342,6 +346,8 @@ class ObjectFolder:
                     self.store, key, data, mode=mode, use_multipart=False
                 ),
             )
+        except AccessDeniedError:
+            raise
         except (
             AlreadyExistsError,
             PreconditionError,
@@ -407,7 +413,7 @@ class ObjectFolder:
         except ObjectStoreError as unreadable:
             raise UncertainWriteError(
                 f"it is not known whether {self.url_of(key)} was written, because its"
-                f" store stopped responding ({unreadable})"
+                f" store does not respond ({unreadable})"
             ) from error
 
     def _repeated(self, key: str, request: Callable[[], _Result]) -> _Result:
@@ -446,6 +452,10 @@ class ObjectFolder:
             raise
         except refused.BaseError as error:
             reason = _reason(error)
+            if "ConnectionRefused" in str(error):
+                reason = re.sub(
+                    r".* (https?://[^/ ]+).*", r"nothing answers at \1", reason
+                )
             advice = (
                 "check the URL, the network, and the credentials in the environment"
             )
@@ -454,12 +464,16 @@ class ObjectFolder:
                     ": AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE for a"
                     " profile of ~/.aws, or AWS_SKIP_SIGNATURE=true for a public bucket"
                 )
-            if self.scheme == HUB_SCHEME and isinstance(
+            failure = ObjectStoreError
+            if isinstance(
                 error, (refused.PermissionDeniedError, refused.UnauthenticatedError)
             ):
-                reason = "there is no such repository, or it is private"
-                advice = f"check the URL; {HUB_CREDENTIALS}"
-            raise ObjectStoreError(
+                failure = AccessDeniedError
+                reason = "access denied"
+                if self.scheme == HUB_SCHEME:
+                    reason = "there is no such repository, or it is private"
+                    advice = f"check the URL; {HUB_CREDENTIALS}"
+            raise failure(
                 f"a request for {self.url_of(key)} failed: {reason}; {advice}, then try"
                 " again"
             ) from error

@@ -148,11 +148,27 @@ def test_a_store_that_never_responds_gives_an_error_that_names_the_object(
     assert len(store.fetch([1])) == 1
 
 
+def test_refused_credentials_are_named_also_if_they_refuse_a_conditional_write(proxy):
+    proxy.fault = every(1, "403")
+    folder = ObjectFolder.open(URL)
+    for request in (
+        lambda: folder.info("index.json"),
+        lambda: folder.replace("build/claim.json", b"x", None),
+    ):
+        with pytest.raises(
+            objects.AccessDeniedError,
+            match=r"^a request for .* failed: access denied; check .* the credentials",
+        ):
+            request()
+
+
 def test_an_error_shows_no_password_of_the_endpoint(monkeypatch):
     monkeypatch.setattr(objects, "_RETRIES", 0)
     monkeypatch.setattr(objects, "_FIRST_WAIT", 0.01)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:word@127.0.0.1:1")
-    with pytest.raises(ObjectStoreError, match=r"a request for .* failed") as caught:
+    with pytest.raises(
+        ObjectStoreError, match=r"failed: nothing answers at .*127\.0\.0\.1:1;"
+    ) as caught:
         ObjectFolder.open("s3://bucket").info("x")
     assert "word" not in str(caught.value)
 
