@@ -280,7 +280,8 @@ class Client:
         except httpx.HTTPError as error:
             raise ServiceError(
                 f"cannot reach the service at {self.url}: {error}; check the address,"
-                f" and that the service is running{_variables()}"
+                " and that the service is running"
+                f"{_variables(has_tls=self.url.startswith('https:'))}"
             ) from error
         if answer.is_success:
             return answer.content
@@ -297,11 +298,13 @@ class Client:
         )
 
 
-def _variables() -> str:
+def _variables(has_tls: bool = True) -> str:
     """Return the end of an error message, which names the environment variables that
-    httpx reads. Their values are left out, because they can contain passwords.
+    httpx reads, with those for certificates if `has_tls` is True. Their values are left
+    out, because they can contain passwords.
     """
-    names = ", ".join(sorted(filter(_VARIABLE.fullmatch, os.environ)))
+    variables = sorted(filter(_VARIABLE.fullmatch, os.environ))
+    names = ", ".join(name for name in variables if has_tls or "SSL" not in name)
     hint = f"; connections follow the environment variables {names}: correct or unset"
     return f"{hint} them" if names else ""
 

@@ -643,19 +643,21 @@ def test_a_name_that_resolves_to_loopback_is_not_answered(http):
         assert http.get("/info", headers={"Host": host}).status_code == 200
 
 
-def test_the_client_reports_what_the_service_says(client):
+def test_the_client_reports_what_the_service_says(client, monkeypatch):
     with pytest.raises(ServiceError, match="does not have precision") as caught:
         client.search("a", precision="fp2")
     assert caught.value.status == 422
     for wrong in (object(), "a \ud800 dog", float("nan")):
         with pytest.raises(UsageError, match="cannot be sent as JSON"):
             client.search(wrong)
+    monkeypatch.setenv("SSL_CERT_DIR", "/etc")
     with (
         Client("http://127.0.0.1:9") as nobody,
         pytest.raises(ServiceError, match="cannot reach") as unreachable,
     ):
         nobody.info()
     assert unreachable.value.status is None
+    assert "SSL_CERT" not in str(unreachable.value)
 
 
 def test_the_client_refuses_addresses_and_keys_that_cannot_be_sent(service):
