@@ -146,13 +146,16 @@ def show(folder: Path, *, model: str | None = None) -> None:
     from pipelines.jobs.build import build_index
     from pipelines.jobs.hub import DEMO, find_model
     from pipelines.jobs.update import update_index
+    from pipelines.sources import open_sources
     from storage_formats.format.layout import Layout
 
     root = folder.resolve().with_name(f"{folder.resolve().name}.edje")
     is_built = Layout(root).manifest.exists()
-    bundle: Path | None = None
-    if model is not None or not is_built:
-        bundle = find_model(model or DEMO, note)
+    if not is_built:
+        # Wrong paths are refused here, before the download of the model.
+        open_sources([str(folder)])
+        model = model or DEMO
+    bundle = None if model is None else find_model(model, note)
     if is_built:
         run_job(update_index, root, model=bundle, engine="inline", resume=root)
     else:

@@ -108,6 +108,10 @@ def test_without_the_hub_the_demo_model_is_named(hub, tmp_path, monkeypatch, run
     code, _, error = run("show", tmp_path / "photos", "--model", "edje")
     assert code == 1
     assert "; the demo model needs no Hub: 'edje-index show" in error
+    missing = tmp_path / "nope"
+    assert f"{missing} does not exist" in run.refused(
+        "show", missing, "--model", "edje"
+    )
 
 
 def test_unknown_names_are_refused(hub, tmp_path):
