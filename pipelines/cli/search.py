@@ -123,6 +123,10 @@ def search(
             name ends in .parquet.
     """
     as_number(min_relevance, "min_relevance", most=1.0)
+    if csv and csv.suffix not in ("", ".csv", ".parquet"):
+        raise UsageError(
+            f"--csv writes no {csv.suffix}: give a name that ends in .csv or .parquet"
+        )
     sources = {"--texts": texts, "--image": image, "--queries": queries}
     if sum(query is not None for query in (text, queries, image)) != 1:
         raise UsageError("give one of TEXT, --queries FILE and --image FILE")

@@ -88,6 +88,8 @@ def test_hits_as_a_table_for_spreadsheets(run, tmp_path, name):
     found = [row["captions"] for row in rows if row["captions"]]
     assert found == ["; ".join(captions) if name == "hits.csv" else captions] * 3
     run.ok(*words, "--image", photo(root, 0), "--csv", tmp_path / name)
+    err = run.refused(*words, "a dog", "--csv", tmp_path / "hits.xlsx")
+    assert "--csv writes no .xlsx: give a name that ends in .csv or .parquet" in err
 
 
 def test_weak_matches_are_marked_or_left_out(run, tmp_path):
