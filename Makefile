@@ -60,8 +60,8 @@ demo: $(VENV)/.demo
 	  blocks = store.fetch([3, 0]); print('fetched', blocks.shape, blocks.dtype, 'of', len(store), 'rows')"
 	$(BIN)/edje-index search $(DEMO)/photos.edje "a tower at night" -k 8 --html $(DEMO)/tower.html
 	@echo
-	@echo "Open $(DEMO)/tower.html in a browser: by embedding, a brick wall comes first; re-ranking moves the towers to"
-	@echo "the top. The query was chosen because re-ranking helps it. It spoils others of these 14 photos and 56 crops:"
+	@echo "Open $(DEMO)/tower.html in a browser: by embedding, a brick wall comes first; re-ranking moves a rocket and the"
+	@echo "towers of its launch site to the top. The query was chosen because re-ranking helps it. It spoils others of these 14 photos and 56 crops:"
 	@echo "models/flickr8k-dinov2-small/MODEL_CARD.md says how often it helps. Then try:"
 	@echo "  $(BIN)/edje-index search $(DEMO)/photos.edje \"a man in black\" --html man.html"
 	@echo "  $(BIN)/edje-index build ~/Pictures --out pictures.edje --model $(DEMO)/model"
