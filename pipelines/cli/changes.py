@@ -222,9 +222,8 @@ def history(job: Job) -> None:
     INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
 
     Every change of the rows makes a new snapshot. 'quantize' and 'ann build' change the
-    current snapshot, so a rollback does not undo them. INDEX keeps at most 64
-    snapshots. A change that would exceed this number removes the oldest, so that 32
-    are left. 'edje-index gc' removes more.
+    current snapshot only. INDEX keeps at most 64 snapshots. A change that would exceed
+    this number removes the oldest, so that 32 are left. 'edje-index gc' removes more.
 
     \b
     Example:
