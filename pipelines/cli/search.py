@@ -123,7 +123,7 @@ def search(
             name ends in .parquet.
     """
     as_number(min_relevance, "min_relevance", most=1.0)
-    if csv and csv.suffix not in ("", ".csv", ".parquet"):
+    if csv and csv.suffix.lower() not in ("", ".csv", ".parquet"):
         raise UsageError(
             f"--csv writes no {csv.suffix}: give a name that ends in .csv or .parquet"
         )

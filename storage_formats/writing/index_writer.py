@@ -344,21 +344,22 @@ class IndexWriter:
             if self._held == self._spec.shard_size:
                 self._commit_shard()
             stop = min(len(blocks), done + self._spec.shard_size - self._held)
-            row = first + done
+            # Errors count the rows that this writer was given, from 0.
+            given = first - self._first_row + done
             held = self._held + stop - done
-            converted = _as_bf16(blocks[done:stop], row)
+            converted = _as_bf16(blocks[done:stop], given)
             for token_codec in self._codecs:
                 refuse_outside(
-                    token_codec, converted, np.arange(row, row + stop - done)
+                    token_codec, converted, np.arange(given, given + stop - done)
                 )
             self._blocks[self._held : held] = converted
             self._embeddings[self._held : held] = _as_unit_vectors(
-                embeddings[done:stop], row
+                embeddings[done:stop], given
             )
             for position in range(done, stop):
-                given = {name: each[position] for name, each in columns.items()}
+                standard = {name: each[position] for name, each in columns.items()}
                 row_id = first + position
-                self._rows.append(RowEntry(row_id, **{"uri": str(row_id), **given}))
+                self._rows.append(RowEntry(row_id, **{"uri": str(row_id), **standard}))
                 values = {
                     name: value
                     for name, of_column in sources.items()
@@ -510,7 +511,7 @@ def _as_bf16(blocks: Array, first: int) -> Blocks:
     large for bfloat16.
 
     Args:
-        first: row id of the first block, for the error message.
+        first: number of the first block, for the error message.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         converted = np.ascontiguousarray(blocks.astype(BF16, copy=False))
@@ -529,7 +530,7 @@ def _as_unit_vectors(embeddings: Array, first: int) -> Floats:
     a value that is not finite.
 
     Args:
-        first: row id of the first embedding, for the error message.
+        first: number of the first embedding, for the error message.
     """
     vectors = embeddings.astype(np.float64)
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)

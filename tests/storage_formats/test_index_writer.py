@@ -378,6 +378,13 @@ def test_an_append_that_fails_changes_nothing(tmp_path):
         IndexWriter.open(root) as writer,
     ):
         write_then_fail(writer)
+    blocks, embeddings = (each.copy() for each in arrays(3)[:2])
+    blocks[1, 0, 0] = np.nan
+    with (
+        pytest.raises(UsageError, match="the block of row 1 has"),
+        IndexWriter.open(root) as writer,
+    ):
+        writer.append(blocks, embeddings)
     assert all_files(root) == before
     with (
         pytest.raises(UsageError, match="no row was appended"),
