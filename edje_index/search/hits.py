@@ -273,7 +273,7 @@ def table_bytes(table: pa.Table, suffix: str) -> bytes:
     import pyarrow.compute as pc
 
     sink = pa.BufferOutputStream()
-    if suffix == ".parquet":
+    if suffix.lower() == ".parquet":
         import pyarrow.parquet as pq
 
         pq.write_table(table, sink)

@@ -2,9 +2,9 @@
 
 Readers of files that a manifest or a shard table names call a function of this module.
 Token files are the exception: their records have checksums of their own
-(`reading/checksums.py`). A function of this module opens regular files inside the index only, and compares the length and the
-CRC-32C with the entry: when the file is opened, at the first use in this process, or
-while the file is copied.
+(`reading/checksums.py`). A function of this module opens regular files inside the index
+only, and compares the length and the CRC-32C with the entry: when the file is opened,
+at the first use in this process, or while the file is copied.
 """
 
 from __future__ import annotations
