@@ -153,6 +153,11 @@ def assign_weights(module: nn.Module, state: Mapping[str, Tensor], source: str) 
             f" {', '.join(problems)}; give weights and a configuration of the same"
             " model"
         )
+    # torch loads a tensor of shape [1] into a scalar. Its shape is restored, because a
+    # saved copy of the weights must have the same bytes, and so the same fingerprint.
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 0:
+            parameter.data = parameter.data.reshape(state[name].shape)
 
 
 def load_module(path: Path, build: Callable[[], Module], prefix: str = "") -> Module:

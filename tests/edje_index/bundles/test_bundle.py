@@ -1,5 +1,6 @@
 """Model bundles on disk."""
 
+import copy
 import json
 import os
 import shutil
@@ -29,22 +30,33 @@ def test_round_trip_gives_the_same_outputs_and_fingerprints(tiny_model, tmp_path
         tiny_model.info.fingerprint,
         tiny_model.info.encoder_fingerprint,
     )
-    copy = ModelBundle.load(tmp_path / "copy")
+    again = ModelBundle.load(tmp_path / "copy")
     pixels = random_pixels(tiny_model.clip_config)
     texts = ["a red dog", "snow on a mountain"]
     for left, right in zip(
         image_tokens(tiny_model.vision, tiny_model.adapter, pixels),
-        image_tokens(copy.vision, copy.adapter, pixels),
+        image_tokens(again.vision, again.adapter, pixels),
         strict=True,
     ):
         assert torch.equal(left, right)
     np.testing.assert_array_equal(
-        tiny_model.text.encode(texts), copy.text.encode(texts)
+        tiny_model.text.encode(texts), again.text.encode(texts)
     )
-    blocks = torch.randn(2, *copy.block_shape)
+    blocks = torch.randn(2, *again.block_shape)
     assert torch.equal(
-        tiny_model.joint.score(texts, blocks), copy.joint.score(texts, blocks)
+        tiny_model.joint.score(texts, blocks), again.joint.score(texts, blocks)
     )
+
+
+def test_a_saved_copy_keeps_the_shape_of_a_stored_scalar(tiny_model, tmp_path):
+    """As in the shipped model, a number is stored as a tensor of shape [1]."""
+    bundle = copy.deepcopy(tiny_model)
+    scale = bundle.clip.logit_scale
+    scale.data = scale.data.reshape(1)
+    first = bundle.save(tmp_path / "first")
+    second = ModelBundle.load(first.path).save(tmp_path / "second")
+    assert first.files == second.files
+    assert first.encoder_fingerprint == second.encoder_fingerprint
 
 
 @pytest.fixture
