@@ -225,9 +225,11 @@ def read_captioned_rows(
     images: list[tuple[int, int, int, str]] = []
     left_out = Counter[str]()
     row_of_id: dict[Any, int] = {}
+    other_splits = set()
     for table in iter_rows(index, columns):
         for row in table.to_pylist():
             if split is not None and row.get(SPLIT) not in parts:
+                other_splits.add(str(row.get(SPLIT)))
                 continue
             captions = _captions(row)
             if row["status"] != INDEXED or not captions:
@@ -243,11 +245,12 @@ def read_captioned_rows(
             images.append((row_id, photo, len(captions), content))
             contents.update(json.dumps([content, captions]).encode())
     if not images:
-        of_split = "" if split is None else f" of the split '{split}'"
-        raise UsageError(
-            f"{index.location} has no images with captions{of_split}; build it from"
-            " sources with captions"
-        )
+        problem = f"{index.location} has no images with captions"
+        remedy = "build it from sources with captions"
+        if other_splits:
+            problem += f" of the split '{split}'"
+            remedy = f"its other splits are {', '.join(sorted(other_splits))}"
+        raise UsageError(f"{problem}; {remedy}")
     rows, photos, counts, hashes = zip(*images, strict=True)
     data = TrainingData(
         index,

@@ -362,6 +362,18 @@ def test_reductions_are_trained_by_the_same_protocol(case, tmp_path, adapter):
     assert read_bundle_info(tmp_path / "out").adapter["kind"] == adapter
 
 
+def test_another_kind_of_index_and_an_empty_split_are_refused_at_once(
+    case, tmp_path, capfd
+):
+    build(case, case / "model", tmp_path / "data.edje")
+    error = run_here(*training(tmp_path, tmp_path / "out"), expect=2)["error"]
+    assert "data.edje does not store the features" in error
+    assert "reading captions" not in capfd.readouterr().err
+    options = training(case, tmp_path / "out", "inputs.split=tst")
+    error = run_here(*options, expect=2)["error"]
+    assert error.endswith("of the split 'tst'; its other splits are dev, train")
+
+
 @pytest.mark.slow
 def test_two_workers_train_one_model(case, tmp_path):
     """Two ranks on Ray, stopped in between, take the steps of one: no chance is

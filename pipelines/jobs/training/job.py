@@ -80,9 +80,10 @@ def run_training(
     run = settings.run
     inputs = settings.inputs
     with locked(run.folder), resumable(run.folder):
-        on_event(StatusMessage("reading captions"))
         index = CommittedIndex.open(inputs.index)
         features = matching_bundle(index, inputs.model)
+        _check_features(settings, features)
+        on_event(StatusMessage("reading captions"))
         file = run.folder / "train.npy"
         data, hashes, left_out = read_captioned_rows(index, file, inputs.split)
         dev: TrainingData | None = None
@@ -120,6 +121,23 @@ def run_training(
         on_event(StatusMessage(f"training on {counted(count, 'caption')}"))
         _run_steps(task, on_event, should_stop)
         return _write_bundle(task, left_out, on_event, should_stop, started)
+
+
+def _check_features(settings: TrainSettings, built_by: BundleInfo) -> None:
+    """Raise UsageError if an index that the bundle `built_by` built does not store the
+    features that the adapter is trained on.
+    """
+    architecture = settings.architecture
+    width = built_by.vision["patch_dim"]
+    adapter = AdapterConfig(architecture.adapter, architecture.tokens, width, width)
+    needed = adapter.features(built_by.vision["num_patches"])
+    if asdict(needed) != built_by.adapter:
+        raise UsageError(
+            f"{settings.inputs.index} does not store the features that a"
+            f" {architecture.adapter} adapter is trained on ({needed.num_tokens}"
+            f" {needed.kind} tokens per image)",
+            remedy="features",
+        )
 
 
 def _record(
@@ -172,8 +190,7 @@ def _begin_run(
     before, compare `record` with the record of the run instead.
 
     Raises:
-        UsageError: the run was begun with other settings, or the index has other
-            features than the adapter needs.
+        UsageError: the run was begun with other settings.
         EdjeError: the record of the run is damaged.
     """
     folder = settings.run.folder / "start"
@@ -187,14 +204,6 @@ def _begin_run(
             language=inputs.language,
             init=inputs.init,
         )
-        needed = bundle.adapter.config.features(bundle.vision.num_patches)
-        if asdict(needed) != features.adapter:
-            raise UsageError(
-                f"{inputs.index} does not store the features that a"
-                f" {settings.architecture.adapter} adapter is trained on"
-                f" ({needed.num_tokens} {needed.kind} tokens per image)",
-                remedy="features",
-            )
 
         def commit(start: BundleInfo) -> None:
             _check_teacher(settings, start, features)
