@@ -186,8 +186,8 @@ class FittingConfig(Settings):
     """Settings of the final score, whose weights are fitted to the dev captions."""
 
     pooled_dim: NonNegativeInt = 0
-    """Width of the vectors of the pooled similarity. 0 fits no pooled similarity. With
-    inputs.init and inputs.dev, 0 keeps the pooled similarity of the initial bundle.
+    """Width of the vectors of the pooled similarity. 0 fits no pooled similarity, and
+    keeps that of inputs.init.
     """
     dev_captions: PositiveInt = 500
     """Maximum number of dev captions, and of dev images, used as queries."""

@@ -574,7 +574,7 @@ def finish_model(
     in ``task.config.fitting``.
 
     The weights of the final score are fitted to the dev captions. Without dev captions,
-    the final score is the logit alone.
+    they are those of the initial bundle, see `make_start`.
 
     Args:
         on_progress: called with the activity and its progress. An exception raised by
@@ -594,7 +594,7 @@ def finish_model(
     # CPU is used.
     cuda = torch.cuda.is_available()
     device = resolve_device(task.config.run.device if cuda else "cpu")
-    bundle = ModelBundle.load(task.start, verify=False)
+    bundle = ModelBundle.load(task.start, device=str(device), verify=False)
     data = task.data
     state = last_checkpoint(run_dir, task.run)
     if state is None or not any(name.startswith("joint.") for name in state.weights):
@@ -607,25 +607,19 @@ def finish_model(
     trained = nn.ModuleDict({"adapter": adapter, "joint": bundle.joint})
     trained.load_state_dict(state.weights)
     bundle = replace(bundle, trained=True, info=None)
-    bundle.adapter.to(device).eval()
-    bundle.joint.to(device).eval()
+    bundle.adapter.eval()
+    bundle.joint.eval()
     # The offset block is estimated from evenly spaced training images.
     images = np.arange(0, data.images, max(1, data.images // _OFFSET_IMAGES))
     tokens = data.iter_tokens(adapter, images, device)
     bundle = replace(bundle, offset=estimate_offset(map(to_bf16_array, tokens)))
-    init = task.config.inputs.init
     if fitting.pooled_dim:
         seed = task.config.loop.seed
         pooled = fit_pooled_similarity(
             adapter, bundle.joint, data, seed, fitting.pooled_dim, on_progress
         )
         bundle = replace(bundle, pooled=pooled.to(device).eval())
-    elif init is not None and task.dev is not None:
-        initial = ModelBundle.load(init, device=str(device))
-        # Only a pooled similarity for tokens of the same width fits the trained bundle.
-        if initial.joint.width == bundle.joint.width:
-            bundle = replace(bundle, pooled=initial.pooled)
-    score = DirectionWeights()
+    score = bundle.score
     logit_range = None
     choices = dict[str, WeightChoice]()
     if task.dev is not None:

@@ -65,9 +65,10 @@ def make_start(
         model: bundle that provides the towers.
         language: folder of a Hugging Face BERT model, or a bundle, that provides the
             joint encoder. None takes the joint encoder of `model`.
-        init: bundle that provides the joint encoder instead of `language`. If the
-            adapter of this bundle has the configuration in the settings, the bundle
-            also provides the adapter.
+        init: bundle that provides the joint encoder instead of `language`, and the
+            pooled similarity. If the adapter of this bundle has the configuration in
+            the settings, the bundle also provides the adapter and the weights of the
+            final score.
 
     Raises:
         ModelError: the language model has fewer layers than `architecture` keeps, or a
@@ -130,7 +131,7 @@ def make_start(
             with torch.no_grad():
                 embeddings.position_embeddings.weight.copy_(table.weight[rows])
             joint.config.max_position_embeddings = count
-    return ModelBundle(
+    start = ModelBundle(
         clip=towers.clip,
         clip_config=towers.clip_config,
         text_tokenizer=towers.text_tokenizer,
@@ -139,6 +140,12 @@ def make_start(
         trained=False,
         notes="start of a training",
     )
+    if initial is not None:
+        start.pooled = initial.pooled
+        # The weights were fitted to tokens of the initial adapter.
+        if adapter is initial.adapter:
+            start.score = initial.score
+    return start
 
 
 @torch.no_grad()

@@ -22,11 +22,13 @@ from PIL import Image
 from edje_index.bundles.bundle import write_feature_bundle
 from edje_index.bundles.info import read_bundle_info
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+from edje_index.scoring.weights import DirectionWeights
 from edje_index.training.checkpoints import read_log
 from pipelines.cli import main
 from pipelines.jobs.build import build_index
 from pipelines.jobs.snapshots import set_columns
 from tests.command_line import command, environment, run_here, run_process
+from tests.edje_index.scoring.bundles import WEIGHTS, bundle_with_all_parts
 
 COLOURS = {
     "red": (200, 20, 20),
@@ -319,6 +321,30 @@ def test_the_second_phase_continues_the_run_of_its_initial_bundle(case, tmp_path
     ] == pytest.approx(1e-6)
 
 
+def test_without_dev_captions_the_weights_of_the_initial_bundle_stay(
+    case, tmp_path, capfd
+):
+    initial = bundle_with_all_parts(case / "calm").save(tmp_path / "initial")
+    settings = (
+        "alignment.steps=0",
+        "optimizer.adapter_lr_factor=0",
+        "loop.steps=2",
+        f"inputs.init={initial.path}",
+    )
+    result = run_here(*training(case, tmp_path / "out", *settings))
+    info = read_bundle_info(tmp_path / "out")
+    assert result["score"] == info.score.to_json() == WEIGHTS.to_json()
+    assert info.pooled_similarity == initial.pooled_similarity
+    # The adapter was frozen, so indexes of the initial bundle can be searched.
+    assert info.encoder_fingerprint == initial.encoder_fingerprint
+    said = capfd.readouterr().err
+    warning = "are not fitted, but stay as they are: logit + 0.75 x late interaction"
+    assert 0 < said.index(warning) < said.index("training on")
+    # The weights were not fitted to the tokens of another adapter.
+    other = training(case, tmp_path / "other", *settings, "architecture.adapter=local")
+    assert run_here(*other)["score"] == DirectionWeights().to_json()
+
+
 def test_dev_images_that_are_trained_on_or_have_other_features_are_refused(
     case, tmp_path
 ):
@@ -330,6 +356,18 @@ def test_dev_images_that_are_trained_on_or_have_other_features_are_refused(
     error = run_here(*options, expect=1)["error"]
     assert "did not build" in error
     assert not (tmp_path / "out.run").exists()
+
+
+def test_another_kind_of_index_and_an_empty_split_are_refused_at_once(
+    case, tmp_path, capfd
+):
+    build(case, case / "model", tmp_path / "data.edje")
+    error = run_here(*training(tmp_path, tmp_path / "out"), expect=2)["error"]
+    assert "data.edje does not store the features" in error
+    assert "reading captions" not in capfd.readouterr().err
+    options = training(case, tmp_path / "out", "inputs.split=tst")
+    error = run_here(*options, expect=2)["error"]
+    assert error.endswith("of the split 'tst'; its other splits are dev, train")
 
 
 @pytest.mark.slow
@@ -360,18 +398,6 @@ def test_reductions_are_trained_by_the_same_protocol(case, tmp_path, adapter):
     result = run_here(*training(tmp_path, tmp_path / "out", *settings))
     assert result["steps"] == 4
     assert read_bundle_info(tmp_path / "out").adapter["kind"] == adapter
-
-
-def test_another_kind_of_index_and_an_empty_split_are_refused_at_once(
-    case, tmp_path, capfd
-):
-    build(case, case / "model", tmp_path / "data.edje")
-    error = run_here(*training(tmp_path, tmp_path / "out"), expect=2)["error"]
-    assert "data.edje does not store the features" in error
-    assert "reading captions" not in capfd.readouterr().err
-    options = training(case, tmp_path / "out", "inputs.split=tst")
-    error = run_here(*options, expect=2)["error"]
-    assert error.endswith("of the split 'tst'; its other splits are dev, train")
 
 
 @pytest.mark.slow

@@ -117,6 +117,12 @@ def run_training(
             matching_bundle(data.teacher.index, inputs.teacher)
         continued = _continued_run(settings)
         start = _begin_run(settings, features, record)
+        if dev is None:
+            text = (
+                "inputs.dev is not set, so the weights of the final score are not"
+                f" fitted, but stay as they are: {start.score.t2i.described()}"
+            )
+            on_event(StatusMessage(text, is_warning=True))
         task = TrainTask(settings, fingerprint, start.path, data, dev, continued)
         on_event(StatusMessage(f"training on {counted(count, 'caption')}"))
         _run_steps(task, on_event, should_stop)
