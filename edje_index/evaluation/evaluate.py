@@ -49,7 +49,6 @@ _FULL_CUTOFFS = (5, 10, 20)
 _POOLS = (10, 20, 50)
 _FULL_POOLS = (100,)
 _PERCENT = 100.0
-_REFERENCE = "bf16"
 # With fewer queries, there is no advice. If none of 300 first hits changes, at most 1 %
 # of all first hits change, with a confidence of 95 %.
 _MIN_QUERIES = 300
@@ -212,8 +211,9 @@ def evaluate(
         split: use only this split of the captions. With `full`, the split limits only
             the queries. None for all captions.
         precisions: precision of the tokens to measure; repeatable. Stored tokens are
-            converted in memory to a precision that the index does not store. If there
-            are none, all stored precisions are measured.
+            converted in memory to a precision that the index does not store. The most
+            accurate stored precision is always measured, as the reference. If there are
+            none, all stored precisions are measured.
         pools: number of candidates to re-rank; repeatable. If there are none, they are
             10, 20 and 50, and with `full` 100.
         full: use all images of the index and all captions as candidates, and measure
@@ -336,8 +336,8 @@ def evaluate(
             direction: weights[direction].sum(values)
             for direction, values in parts.items()
         }
-    # The other precisions are compared with bf16, or else with the most accurate one.
-    reference = _REFERENCE if _REFERENCE in finals else next(iter(finals), "")
+    # The other precisions are compared with the most accurate one, which is the first.
+    reference = next(iter(finals), "")
     results = []
     for direction, pool in nearest.items():
         bootstrap = ClusterBootstrap(pool.query_labels, resamples, seed)

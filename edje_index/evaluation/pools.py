@@ -190,7 +190,8 @@ class TokenSource:
 
 
 def token_sources(index: CommittedIndex, names: Sequence[str]) -> list[TokenSource]:
-    """Return the token sources of the precisions `names`, highest-fidelity first.
+    """Return the token sources of the stored precision of the highest fidelity, which
+    is the reference, and of the precisions `names`. The highest-fidelity one is first.
 
     For a precision that is not stored, tokens of the stored precision of the highest
     fidelity are converted in memory, as `quantize` would convert them.
@@ -204,7 +205,7 @@ def token_sources(index: CommittedIndex, names: Sequence[str]) -> list[TokenSour
     """
     spec = index.manifest.spec
     held = codec(finest(spec.precisions), spec.block_shape)
-    requested = list(dict.fromkeys(names or spec.precisions))
+    requested = list(dict.fromkeys([held.name, *(names or spec.precisions)]))
     missing = [name for name in requested if name not in spec.precisions]
     for name in missing:
         if codec(name, spec.block_shape).record_bytes > held.record_bytes:

@@ -24,8 +24,8 @@ _NOTES = """
 - R@k: percentage of queries with a relevant candidate among the first k. In brackets:
   95 % confidence interval from bootstrap resamples of images; differences are paired.
 - In pool: percentage of queries with a relevant candidate in the pool.
-- Gain: R@k minus R@k of embedding only. Change: R@k minus R@k of the reference, bf16 or
-  else the most accurate precision, with the same pool.
+- Gain: R@k minus R@k of embedding only. Change: R@k minus R@k of the reference, the
+  most accurate stored precision, with the same pool.
 - *: not stored in the index, converted in memory.
 """
 
@@ -101,6 +101,7 @@ def evaluation_report(evaluation: Evaluation) -> str:
     header = ["tokens", "kB per image", "pool", *(f"R@{k}" for k in cutoffs)]
     if evaluation.pools:
         header += ["in pool", f"gain R@{cutoffs[0]}", f"change R@{cutoffs[0]}"]
+    is_comparison = any(result.change for result in evaluation.results)
     for direction, queries in evaluation.queries.items():
         rows = []
         for result in evaluation.results:
@@ -110,6 +111,8 @@ def evaluation_report(evaluation: Evaluation) -> str:
             size = "-"
             if result.precision is not None:
                 name = result.precision + ("*" if result.simulated_from else "")
+                if is_comparison and result.change is None:
+                    name += " (reference)"
                 size = f"{(result.bytes_per_image or 0) / 1000:.3g}"
             row = [name, size, str(result.pool or "-")]
             row += [_shown(result.recall[k]) for k in cutoffs]

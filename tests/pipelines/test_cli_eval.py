@@ -5,6 +5,7 @@ counted by hand.
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -236,6 +237,15 @@ def test_every_score_of_a_bundle_with_all_parts(run, world, tiny_bundle, tmp_pat
     sign1 = next(each for each in report["results"] if each.get("precision") == "sign1")
     assert (sign1["simulated_from"], sign1["change_from"]) == ("bf16", "bf16")
     assert sign1["bytes_per_image"] == codec("sign1", (4, 16)).record_bytes
+
+
+def test_the_most_accurate_stored_precision_is_the_reference(run, world):
+    """The index stores bf16, which is not named."""
+    options = ("--split", "dev", "--pool", 3, "--precision", "fp8")
+    out = run.ok(*arguments(world, *options, "--precision", "sign1"))
+    names = re.findall(r"^\| (.+?) +\|", out, re.MULTILINE)
+    compared = ["embedding only", "bf16 (reference)", "fp8*", "sign1*"]
+    assert names == ["tokens", "-" * len("bf16 (reference)"), *compared] * 2
 
 
 @pytest.mark.parametrize("column", ["captions", "text"])
