@@ -322,6 +322,12 @@ def evaluate(
     used_parts = {part for each in weights.values() for part in each.parts}
     joint_parts = [part for part in JOINT_PARTS if part in used_parts]
     finals: dict[str, dict[str, Floats]] = {}
+
+    def report(activity: str, done: int, total: int) -> None:
+        # The same pairs are scored in each precision.
+        on_progress(activity, len(finals) * total + done, len(sources) * total)
+
+    names = ", ".join(source.codec.name for source in sources)
     for source in sources:
         parts = score_pairs(
             bundle.scorer,
@@ -329,8 +335,8 @@ def evaluate(
             eval_set,
             nearest,
             source.fetch,
-            on_progress,
-            f"pairs scored, {source.codec.name}",
+            report,
+            f"pairs scored in {names}",
         )
         finals[source.codec.name] = {
             direction: weights[direction].sum(values)

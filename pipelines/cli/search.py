@@ -14,6 +14,7 @@ from edje_index.scoring.weights import BUNDLE_SCORE, PART_NAMES, WEAK_RELEVANCE
 from pipelines.cli.command import Job, command
 from pipelines.cli.output import note, print_json, print_line, wants_json
 from pipelines.collector import paused_collector
+from pipelines.progress.events import JobStopped
 from storage_formats.arguments import as_number
 from storage_formats.errors import UsageError
 from storage_formats.remote.urls import IndexLocation
@@ -385,7 +386,14 @@ def evaluate(job: Job, *, report: Path | None = None) -> Iterator[str]:
 
     if report is not None:
         check_report_folder(report)
-    result = job.run(dtype="auto")
+    try:
+        result = job.run(dtype="auto")
+    except JobStopped as error:
+        error.args = (
+            f"{error}, and nothing was kept: a smaller --queries, a smaller --pool or"
+            " fewer --precision take less time",
+        )
+        raise
     job.result = result.to_json()
     if not result.trained:
         note("note: the model is untrained, so the order of its hits is random")

@@ -14,6 +14,7 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.scoring.weights import parse_score
 from pipelines import build_index
 from pipelines.cli import main
+from pipelines.progress.events import JobStopped
 from storage_formats import TokenStore, codec
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import read_rows
@@ -319,6 +320,24 @@ def test_a_sample_of_queries_without_reranking(run, world, tmp_path):
     assert (tmp_path / "out/report.md").read_text() == run(*arguments(world, *options))[
         1
     ]
+
+
+def test_the_progress_counts_the_pairs_of_all_precisions(run, world):
+    options = ("--split", "dev", "--pool", 3, "--precision", "sign1")
+    _, _, err = run(*arguments(world, *options))
+    steps = re.findall("pairs scored in bf16, sign1: ([0-9]+)/([0-9]+)", err)
+    assert {total for _, total in steps} == {steps[-1][0]}
+    assert int(steps[-1][0]) % 2 == 0
+
+
+def test_a_stop_says_how_to_score_fewer_pairs(run, world, monkeypatch):
+    def stop(*_):
+        raise JobStopped("stopped before the end")
+
+    monkeypatch.setattr("edje_index.evaluation.evaluate.score_pairs", stop)
+    code, out, err = run(*arguments(world, "--pool", 3))
+    assert (code, out) == (1, "")
+    assert "stopped before the end, and nothing was kept: a smaller --queries" in err
 
 
 def test_senseless_requests_are_refused(run, world, tmp_path, monkeypatch):
