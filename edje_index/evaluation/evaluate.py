@@ -162,6 +162,8 @@ class Evaluation:
                 " needed"
             )
         cutoff = self.cutoffs[0]
+        if max(self.pools) <= cutoff:
+            return f"no advice: a pool of {cutoff} cannot change R@{cutoff}"
         chosen = ""
         refused = ""
         # The largest precision comes first.
@@ -177,7 +179,7 @@ class Evaluation:
                 refused = ""
             elif not refused:
                 refused = f"; {result.precision} would change {amount}"
-        return chosen + refused
+        return f"{chosen}{refused}, compared with {results[0].precision}"
 
 
 def evaluate(

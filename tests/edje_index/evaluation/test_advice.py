@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from edje_index.evaluation.evaluate import Evaluation, Result
@@ -55,18 +57,18 @@ SIGN1 = ("sign1", 3200, -6.0, 0.4)
         (
             [FP8, NVFP4, SIGN1],
             "keep nvfp4: 13.8 kB per image, -0.2 points of R@1 (-0.6 to +0.2);"
-            " sign1 would change -6.0 points of R@1 (-6.4 to -5.6)",
+            " sign1 would change -6.0 points of R@1 (-6.4 to -5.6), compared with bf16",
         ),
         # Its interval reaches beyond a point.
         (
             [FP8, ("nvfp4", 13824, -0.2, 0.9)],
             "keep fp8: 24.6 kB per image, -0.0 points of R@1 (-0.4 to +0.4);"
-            " nvfp4 would change -0.2 points of R@1 (-1.1 to +0.7)",
+            " nvfp4 would change -0.2 points of R@1 (-1.1 to +0.7), compared with bf16",
         ),
         (
             [SIGN1],
             "keep bf16: 49.2 kB per image, +0.0 points of R@1 (+0.0 to +0.0);"
-            " sign1 would change -6.0 points of R@1 (-6.4 to -5.6)",
+            " sign1 would change -6.0 points of R@1 (-6.4 to -5.6), compared with bf16",
         ),
         ([], None),
     ],
@@ -84,3 +86,11 @@ def test_few_queries_and_an_untrained_model_give_no_advice():
         "no advice: 299 queries are too few, at least 300 are needed"
     )
     assert evaluation(NVFP4, trained=False).advice is None
+
+
+def test_a_pool_that_cannot_change_the_first_hit_gives_no_advice():
+    compared = replace(evaluation(NVFP4), pools=(1,))
+    results = [replace(each, pool=each.pool and 1) for each in compared.results]
+    assert replace(compared, results=tuple(results)).advice == (
+        "no advice: a pool of 1 cannot change R@1"
+    )
