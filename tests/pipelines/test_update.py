@@ -451,7 +451,7 @@ def test_the_command(built, photos, run):
     before = files(built)
     words = " ".join(run.ok("update", built, "--dry-run").split())
     assert files(built) == before
-    assert "3 indexed + 0 duplicates + 1 failed + 5 unchanged" in words
+    assert "3 to index + 0 duplicates + 1 failed + 5 unchanged" in words
     assert "new 2 changed 1 vanished 2" in words
     code, output, errors = run("update", built, "--engine", "inline", "--json")
     assert code == 0
