@@ -234,7 +234,7 @@ class _Check:
         pool = 512 if self._tiny else 50000
         stored = ("bf16", "fp8", "nvfp4")
         index = Path("tokens.edje")
-        make_synthetic(index, rows=pool, precisions=stored)
+        make_synthetic(index, rows=pool, precisions=stored, shard_size=4096)
         rows = np.random.default_rng(2).permutation(pool)
         scorer = self._scorer(self.dtype, str(self.device))
         for name in stored:

@@ -12,6 +12,7 @@ embedding.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -230,9 +231,14 @@ def train_heads(
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr)
     steps = epochs * (len(data.captions) // batch_size)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, lr, total_steps=steps, pct_start=0.03, cycle_momentum=False
-    )
+    warmup = max(1, int(0.03 * steps))
+
+    def rate(step: int) -> float:
+        return (
+            min(1.0, (step + 1) / warmup) * (1 + math.cos(math.pi * step / steps)) / 2
+        )
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
     def drop(values: torch.Tensor) -> torch.Tensor:
         return functional.dropout(values, dropout, heads.training)

@@ -27,7 +27,11 @@ def parts(report: str) -> dict[str, str]:
         "words": words(tables["All of bf16"]),
         "precisions": next(iter(tables.values())).rstrip(),
         "bf16": tables["All of bf16"].rstrip(),
-        "disk": "\n".join(line for line in bullets if ": the disk delivers " in line),
+        "disk": "\n".join(
+            line
+            for line in bullets
+            if ": the disk delivers " in line or " of this rate" in line
+        ),
         "faster": "\n".join(line for line in bullets if line.startswith("- Faster")),
     }
 
