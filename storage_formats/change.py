@@ -29,6 +29,7 @@ from storage_formats.atomic import (
     json_bytes,
 )
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
+from storage_formats.format.directory import Directory
 from storage_formats.format.journal import (
     Journal,
     how_to_discard,
@@ -46,7 +47,7 @@ from storage_formats.format.manifest import (
     kept_snapshots,
     named_files,
 )
-from storage_formats.format.places import Directory, Place, open_place
+from storage_formats.format.places import Place, open_place
 from storage_formats.format.receipts import ShardReceipt, read_receipts
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.remote.objects import ObjectStoreError
