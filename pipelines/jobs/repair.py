@@ -39,7 +39,6 @@ from storage_formats.codecs import Blocks
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c
-from storage_formats.format.committed_files import iter_shard_files
 from storage_formats.format.file_check import DAMAGED_FILE, FileEntry, Problem
 from storage_formats.format.manifest import (
     CommittedIndex,
@@ -166,10 +165,9 @@ def repair_index(
                         break
                 else:
                     refusals.append(_lost_offset(opened.manifest, entry))
-        numbers = list(opened.spec.shard_numbers())
         shards = {
             shard: entries
-            for shard, entries in iter_shard_files(opened, numbers)
+            for shard, entries in opened.shard_files().items()
             if damaged.intersection(entries)
         }
         for done, (shard, entries) in enumerate(shards.items()):
