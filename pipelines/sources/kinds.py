@@ -49,6 +49,7 @@ from pipelines.sources.base import (
     lost_file,
     problem_of,
     read_head,
+    unreadable,
 )
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
@@ -337,12 +338,11 @@ class TreeSource(Source):
         table = Table(os.fsdecode(os.path.join(directory.path, name)), _NAME)
         try:
             table.check()
-        except UsageError as error:
-            cause = error.__cause__
-            if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
-                raise
-            if cause is None:
-                return False
+        except UsageError:
+            return False
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                raise unreadable(table.path, error) from error
             # The table is damaged or a broken link, and may have had this column.
             self.ignored.count(UNREADABLE)
             self._damaged.append(os.path.join(directory.path, b""))
@@ -495,7 +495,7 @@ class TableSource(Source):
                 yield replace(ref, metadata=metadata)
         except (OSError, ValueError, EOFError, pa.ArrowException) as error:
             if not (table.has_bytes or self.images_only):
-                raise
+                raise unreadable(self.spec, error) from error
             yield lost_file(self, error)
 
 

@@ -30,7 +30,7 @@ MISTAKES = [
     ("delete photos.edje", 2, "no rows are selected", "give row ids"),
     ("delete photos.edje --rows 99", 2, "out of range", "0 to 9"),
     (f"build broken.jsonl {BUILD}", 2, "line 1 cannot be used", "not JSON"),
-    (f"build list.jsonl {BUILD}", 2, "not a JSON object", "check the path"),
+    (f"build list.jsonl {BUILD}", 2, "not a JSON object", "check the file"),
     (f"build other.csv {BUILD}", 2, "no column path", "columns with texts: name"),
     (f"build nope {BUILD}", 2, "nope does not exist", "check the path"),
     (f"build clip.mp4 {BUILD}", 2, "is a video", "frames per clip"),
