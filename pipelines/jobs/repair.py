@@ -317,16 +317,18 @@ class ShardEncoder:
             )
             if self._should_stop():
                 raise JobStopped("stopped")
-            blocks, reasons = encode_inputs(
+            rows, blocks = encode_inputs(
                 [inputs[at] for at in batch],
                 self._open_encoder(),
                 settings.decoding,
                 settings.batch_size,
             )
-            for number, block in blocks.items():
-                self._blocks[batch[number]] = block
-            for number, reason in reasons.items():
-                self._refused[batch[number]] = _WORDING.get(reason, reason)
+            for number, at in enumerate(batch):
+                reason = rows[number].reason
+                if reason is None:
+                    self._blocks[at] = blocks[number]
+                else:
+                    self._refused[at] = _WORDING.get(reason, reason)
 
     @functools.cached_property
     def _inputs(self) -> dict[int, InputRef]:
