@@ -16,7 +16,7 @@ from edje_index.inputs.preparation import DecodeSettings
 from edje_index.inputs.refs import InputRef
 from pipelines import append_index
 from pipelines.cli.info import _shown, describe_index
-from pipelines.engines.base import run_on_threads
+from pipelines.engines.base import run_inline
 from pipelines.jobs.build import ShardWorker
 from pipelines.jobs.plan import BuildSettings
 from pipelines.progress.events import StatusMessage
@@ -54,7 +54,6 @@ def stored_files(root: Path) -> dict[str, bytes]:
     "options",
     [
         {"helpers": 5},
-        {"engine": "threads", "workers": 2},
         pytest.param(
             {"helpers": 2, "engine": "ray", "workers": 2}, marks=pytest.mark.slow
         ),
@@ -115,7 +114,7 @@ def tasks(tmp_path):
 
 
 def run_on_two_threads(tasks, bundle, on_progress, should_stop=lambda: False):
-    receipts = run_on_threads(
+    receipts = run_inline(
         functools.partial(ShardWorker, str(bundle), SETTINGS, "cpu", 0, at_once=2),
         tasks,
         on_progress=on_progress,
