@@ -53,7 +53,7 @@ from edje_index.training.dataset import TrainingData, prepare_captions
 from edje_index.training.fit_weights import WeightChoice, choose_weights, dev_pools
 from edje_index.training.pooled_similarity import fit_pooled_similarity
 from edje_index.training.start import init_queries, make_trainable, trained_part
-from edje_index.training.step import AlignmentObjective, JointObjective, Teacher
+from edje_index.training.step import AlignmentObjective, JointObjective
 from edje_index.training.workers import WorkerGroup
 from storage_formats.errors import TaskInterrupted, UsageError
 from storage_formats.format.offset import estimate_offset
@@ -139,9 +139,10 @@ def run_worker(
     teacher = None
     teacher_tokens = 0
     if inputs.teacher is not None:
-        bundle = ModelBundle.load(inputs.teacher, verify=False)
-        teacher_tokens = bundle.block_shape[0]
-        teacher = Teacher(bundle.joint, trained_part(bundle.adapter), device)
+        teacher = ModelBundle.load(inputs.teacher, verify=False)
+        teacher.adapter.to(device)
+        teacher.joint.to(device)
+        teacher_tokens = teacher.block_shape[0]
     tokens = start.block_shape[0]
     source = BatchSource(
         data=task.data,
