@@ -104,11 +104,11 @@ def mask_captions(
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return `value`, a batch or a part of a batch, with all tensors on the CUDA device
-    `device`.
-    """
+    """Return `value`, a batch or a part of a batch, with all tensors on `device`."""
     if isinstance(value, Tensor):
-        return value.pin_memory().to(device, non_blocking=True)
+        # A copy from pinned memory to a GPU does not wait for earlier steps.
+        pinned = value.pin_memory() if device.type == "cuda" else value
+        return pinned.to(device, non_blocking=True)
     if is_dataclass(value) and not isinstance(value, type):
         return replace(
             value,
