@@ -51,8 +51,15 @@ class Tombstones:
 
     def refuse(self, row_ids: Ints) -> None:
         """Raise DeletedRowError if one of `row_ids` is deleted."""
-        if len(self) and (deleted := self.contain(row_ids)).any():
-            raise DeletedRowError(tuple(dict.fromkeys(row_ids[deleted].tolist())))
+        deleted = [*dict.fromkeys(row_ids[self.contain(row_ids)].tolist())]
+        if not deleted:
+            return
+        others = f" and {len(deleted) - 1} more were" if len(deleted) > 1 else " was"
+        raise DeletedRowError(
+            f"row {deleted[0]}{others} deleted; an earlier snapshot of the index may"
+            f" still hold {'them' if len(deleted) > 1 else 'it'}",
+            row_ids=tuple(deleted),
+        )
 
     def with_rows(self, row_ids: Ints | list[int]) -> Tombstones:
         """Return tombstones with the deleted rows of this object and `row_ids`."""
