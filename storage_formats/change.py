@@ -29,7 +29,6 @@ from storage_formats.atomic import (
     json_bytes,
 )
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
-from storage_formats.format.directory import Directory
 from storage_formats.format.journal import (
     Journal,
     how_to_discard,
@@ -630,16 +629,16 @@ def _discard(change: Change, earlier: Journal, notify: Notify) -> None:
     change._remove_files()
 
 
-def finish_committed(root: str | Path) -> None:
-    """Finish a change of the index at `root` that was killed after its commit. Does
+def finish_committed(place: Place) -> None:
+    """Finish a change of the index at `place` that was killed after its commit. Does
     nothing if the index cannot be written or another process is changing it.
     """
-    layout = Directory(Path(root).absolute())
     # A reader may lack the permission to write, so errors are ignored.
     with contextlib.suppress(OSError, EdjeError):
-        if layout.journal.exists() and unfinished_journal(layout) is None:
-            with layout.claimed():
-                _recover(layout)
+        # A reader must not disturb writers whose change is not committed.
+        if place.journal.exists() and unfinished_journal(place) is None:
+            with place.claimed():
+                _recover(place)
 
 
 def _recover(layout: Place) -> Journal | None:

@@ -78,6 +78,7 @@ from storage_formats.format.manifest import (
     index_exists,
 )
 from storage_formats.format.offset import offset_block
+from storage_formats.format.places import reading_place
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import FAILED, read_staged_rows
 from storage_formats.format.source_columns import caption_columns
@@ -524,8 +525,7 @@ def check_finished(
         UsageError: the model, the settings or the inputs differ.
         CorruptIndexError: a file of the index is missing or has another length.
     """
-    if not is_url(out):
-        finish_committed(out)
+    finish_committed(reading_place(out))
     index = CommittedIndex.open(out)
     stored = settings_of(out, index.manifest)
     settings = BuildSettings.choose(stored, **requested)

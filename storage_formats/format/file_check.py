@@ -278,10 +278,14 @@ def checked_pieces(
 
 
 @contextlib.contextmanager
-def parsing(what: str, advice: str = "") -> Iterator[None]:
+def parsing(what: str, advice: str = "", remedy: str | None = None) -> Iterator[None]:
     """Context manager for code that reads and parses `what`, a file of an index. An
     exception of this code means that the file is missing or damaged, or that this
     machine cannot read it at the moment, see `cannot_read`.
+
+    Args:
+        advice: what to do with a damaged file, for error messages.
+        remedy: the attribute `remedy` of the error, if `cannot_read` sets none.
 
     Raises:
         CorruptIndexError: the file is missing or damaged.
@@ -299,7 +303,9 @@ def parsing(what: str, advice: str = "") -> Iterator[None]:
         ValueError,
         pa.ArrowException,
     ) as error:
-        raise cannot_read(what, error, advice) from error
+        problem = cannot_read(what, error, advice)
+        problem.remedy = problem.remedy or remedy
+        raise problem from error
 
 
 @contextlib.contextmanager
