@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from edje_index.inputs.preparation import DecodeSettings, Preparation
 from edje_index.inputs.refs import InputRef
 from edje_index.progress import ShardProgress
 from storage_formats.arrays import finite_blocks
-from storage_formats.codecs import BF16, Blocks
+from storage_formats.codecs import BF16, Blocks, Codec
 from storage_formats.errors import EdjeError, TaskInterrupted
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.places import Place, open_place
@@ -37,7 +37,7 @@ from storage_formats.format.rows import (
 )
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.threads import ordered_results
-from storage_formats.writing.shard_writer import ShardWriter
+from storage_formats.writing.shard_writer import ShardWriter, outside
 
 if TYPE_CHECKING:
     import torch
@@ -200,7 +200,7 @@ def _encode_at(
                 first = start % (batches * size)
                 with _timed(stages, "encode"):
                     batch = _encode(
-                        encoder, rows, memory[first : first + size], writer.outside
+                        encoder, rows, memory[first : first + size], writer.codecs
                     )
                 seconds = (time.monotonic() - started) / encoded
                 if len(batch.ready) and seconds * len(refs) > _LONG_SECONDS:
@@ -254,11 +254,11 @@ def _encode(
     encoder: ImageEncoder,
     rows: Sequence[RowEntry],
     pixels: torch.Tensor,
-    outside: Callable[[Blocks], Mapping[int, str]],
+    codecs: Sequence[Codec],
 ) -> Batch:
     """Run the model on the images of those of the k `rows` that have not failed and are
-    no duplicates, and return the outputs. If an output is not finite, or `outside`
-    gives a problem for it, mark the row as failed.
+    no duplicates, and return the outputs. If an output is not finite, or one of
+    `codecs` cannot store it, mark the row as failed.
 
     Args:
         pixels: the memory of the batch, whose first k images belong to `rows`.
@@ -277,7 +277,7 @@ def _encode(
     seconds = (time.perf_counter() - started) / len(ready)
     for row in ready.tolist():
         rows[row].encode_seconds = seconds
-    for position, problem in outside(tokens).items():
+    for position, problem in outside(codecs, tokens).items():
         rows[ready[position]].fail("out-of-range", problem)
     finite = np.isfinite(embeddings).all(axis=1) & finite_blocks(tokens)
     for row in ready[~finite].tolist():

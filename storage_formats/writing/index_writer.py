@@ -346,10 +346,8 @@ class IndexWriter:
             given = first - self._first_row + done
             held = self._held + stop - done
             converted = _as_bf16(blocks[done:stop], given)
-            for token_codec in self._codecs:
-                refuse_outside(
-                    token_codec, converted, np.arange(given, given + stop - done)
-                )
+            numbers = np.arange(given, given + stop - done)
+            refuse_outside(self._codecs, converted, numbers)
             self._blocks[self._held : held] = converted
             self._embeddings[self._held : held] = _as_unit_vectors(
                 embeddings[done:stop], given

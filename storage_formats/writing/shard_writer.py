@@ -97,15 +97,10 @@ class ShardWriter:
         shape = (self._spec.shard_size, self._spec.embed_dim)
         return np.full(shape, np.nan, dtype="<f4")
 
-    def outside(self, tokens: Blocks) -> dict[int, str]:
-        """Return a description of the problem for each block of `tokens`, bfloat16
-        [k, m, d], that one of the precisions cannot store. The key is the position of
-        the block in `tokens`. `put` refuses such blocks.
-        """
-        problems: dict[int, str] = {}
-        for file in self.tokens.values():
-            problems |= outside(file.codec, tokens)
-        return problems
+    @property
+    def codecs(self) -> list[Codec]:
+        """The codecs of the written precisions."""
+        return [file.codec for file in self.tokens.values()]
 
     def put(
         self, positions: Ints, tokens: Blocks, embeddings: Floats | None = None
@@ -115,17 +110,13 @@ class ShardWriter:
         Args:
             positions: int64 [k], positions in the shard, ascending. The first must be
                 greater than the last position of the previous call.
-            tokens: ml_dtypes.bfloat16 [k, m, d], finite.
+            tokens: ml_dtypes.bfloat16 [k, m, d], finite. Every precision must be able
+                to store them, see `outside`.
             embeddings: float32 [k, embed_dim], finite. None adds no embeddings.
-
-        Raises:
-            UsageError: a precision cannot store a block, see `outside`.
         """
         if embeddings is not None:
             self.embeddings[positions] = embeddings
-        first = self._shard * self._spec.shard_size
         for file in self.tokens.values():
-            refuse_outside(file.codec, tokens, first + positions)
             file.put(positions, file.codec.encode(tokens))
 
     def _stage(self, name: str, final: Path, data: bytes) -> None:
@@ -235,9 +226,9 @@ class ShardWriter:
         self.abort()
 
 
-def outside(codec: Codec, blocks: Blocks) -> dict[int, str]:
-    """Return a description of the problem for each block that `codec` cannot store,
-    keyed by the position of the block in `blocks`.
+def outside(codecs: Iterable[Codec], blocks: Blocks) -> dict[int, str]:
+    """Return a description of the problem for each block that one of `codecs` cannot
+    store, keyed by the position of the block in `blocks`.
 
     A block cannot be stored if it has a token whose largest magnitude, after the offset
     was subtracted, is outside `codec.form.token_range`. The values of such a token
@@ -247,36 +238,38 @@ def outside(codec: Codec, blocks: Blocks) -> dict[int, str]:
     Args:
         blocks: bfloat16 [k, m, d].
     """
-    low, high = codec.form.token_range
-    if (low, high) == (0.0, math.inf):
-        return {}
-    largest = _largest(codec.residuals(blocks))
-    is_small = (largest < low) & (largest > 0)
-    if codec.offset is not None:
-        # If a token nearly equals the offset, the differences between them are small.
-        # They may be lost if they are no larger than the error with which the token was
-        # rounded to bfloat16.
-        is_small &= largest > 2.0**-8 * _largest(blocks)
-    lost = is_small | (largest > high)
-    # Tokens are visited in reverse order, so that the description of a block names its
-    # first lost token.
-    return {
-        block: f"the largest value of token {token} is {largest[block, token]:g}, but"
-        f" {codec.name} can store {low:g} to {high:g}; scale the tokens, or choose"
-        " bf16, fp8 or int8"
-        for block, token in reversed(np.argwhere(lost).tolist())
-    }
+    problems: dict[int, str] = {}
+    for codec in codecs:
+        low, high = codec.form.token_range
+        if (low, high) == (0.0, math.inf):
+            continue
+        largest = _largest(codec.residuals(blocks))
+        is_small = (largest < low) & (largest > 0)
+        if codec.offset is not None:
+            # If a token nearly equals the offset, the differences between them are
+            # small. They may be lost if they are no larger than the error with which
+            # the token was rounded to bfloat16.
+            is_small &= largest > 2.0**-8 * _largest(blocks)
+        lost = is_small | (largest > high)
+        # Tokens are visited in reverse order, so that the description of a block names
+        # its first lost token.
+        for block, token in reversed(np.argwhere(lost).tolist()):
+            problems[block] = (
+                f"the largest value of token {token} is {largest[block, token]:g}, but"
+                f" {codec.name} can store {low:g} to {high:g}; scale the tokens, or"
+                " choose bf16, fp8 or int8"
+            )
+    return problems
 
 
-def refuse_outside(codec: Codec, blocks: Blocks, row_ids: Ints) -> None:
-    """Raise UsageError if `codec` cannot store one of `blocks` [k, m, d], see
+def refuse_outside(codecs: Iterable[Codec], blocks: Blocks, row_ids: Ints) -> None:
+    """Raise UsageError if one of `codecs` cannot store one of `blocks` [k, m, d], see
     `outside`.
 
     Args:
         row_ids: int64 [k], row id of each block, for the error message.
     """
-    problems = outside(codec, blocks)
-    if problems:
+    if problems := outside(codecs, blocks):
         block = min(problems)
         raise UsageError(f"row {row_ids[block]}: {problems[block]}")
 
@@ -329,15 +322,15 @@ class TokenShardFile:
                 position of the previous call.
             records: uint8 [k, record_bytes].
         """
-        # Each run of consecutive positions is written at once. `run` holds indices in
-        # `positions`.
-        for run in np.split(
-            np.arange(len(positions)), np.flatnonzero(np.diff(positions) > 1) + 1
-        ):
-            if len(run):
-                self._fill_to(int(positions[run[0]]))
-                self._present[positions[run]] = True
-                self._write(records[run[0] : run[-1] + 1])
+        if not len(positions):
+            return
+        self._present[positions] = True
+        stop = int(positions[-1]) + 1
+        if stop - self._next > len(records):
+            with_holes = self._holes(stop)
+            with_holes[positions - self._next] = records
+            records = with_holes
+        self._write(records)
 
     def finish(self) -> tuple[int, NDArray[np.uint32]]:
         """Write holes at the remaining positions, and then the padding and the shard
@@ -346,7 +339,7 @@ class TokenShardFile:
         Returns:
             (CRC-32C of the file, CRC-32C of each record as uint32 [rows]).
         """
-        self._fill_to(self._rows)
+        self._write(self._holes(self._rows))
         end = self._rows * self.codec.record_bytes
         tail = bytes(self._index_offset - end) + shard_index_bytes(
             self._present, self.codec.record_bytes
@@ -364,10 +357,9 @@ class TokenShardFile:
         with contextlib.suppress(OSError):
             self._file.close()
 
-    def _fill_to(self, position: int) -> None:
-        while self._next < position:
-            count = min(position - self._next, 64)
-            self._write(np.broadcast_to(self._fill, (count, self.codec.record_bytes)))
+    def _holes(self, stop: int) -> Records:
+        """Return the records of holes at all positions from the next one to `stop`."""
+        return np.repeat(self._fill, stop - self._next, axis=0)
 
     def _write(self, records: Records) -> None:
         records = np.ascontiguousarray(records)
