@@ -27,7 +27,7 @@ from storage_formats.change import (
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.directory import Directory
-from storage_formats.format.file_check import FileEntry, committed_content
+from storage_formats.format.file_check import FileEntry, committed_content, parsing
 from storage_formats.format.journal import manifest_digest, read_journal
 from storage_formats.format.layout import FORMAT_VERSION, IndexSpec
 from storage_formats.format.manifest import (
@@ -166,7 +166,7 @@ def _upgraded(
         write_rows: the function `_write_rows` without its first argument. It keeps its
             results, because snapshots often share their rows.
     """
-    try:
+    with parsing(f"a member of {path}"):
         segments = value.get("segments", [])
         first_row = segments[0]["first_row"] if segments else 0
         first_shard = first_row // value["shard_size"]
@@ -197,10 +197,6 @@ def _upgraded(
                 "oldest": value.get("oldest_snapshot"),
             },
         }
-    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as e:
-        raise CorruptIndexError(
-            f"a member of {path} is missing or has the wrong type ({e!r})"
-        ) from e
     new["crc32c"] = json_checksum(new)
     manifest = Manifest.parse(json.dumps(new).encode(), path)
     files: dict[int, FileEntry] = {}

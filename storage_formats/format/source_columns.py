@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from storage_formats.errors import CorruptIndexError
+from storage_formats.format.file_check import parsing
 
 Value: TypeAlias = bool | int | float | str | datetime.datetime | list[str]
 """A value of a source column. A `datetime` has a time zone."""
@@ -302,7 +302,7 @@ def values_of_sources(
         CorruptIndexError: `text` is not such a result.
     """
     typed = {}
-    try:
+    with parsing("the source values of a row"):
         values: dict[str, Value | None] = json.loads(text or "{}")
         for name, value in values.items():
             typed[name] = value
@@ -314,17 +314,6 @@ def values_of_sources(
             if is_text or column.fits(value):
                 with contextlib.suppress(ValueError):
                     typed[name] = as_type(value, column.type)
-    except (
-        ValueError,
-        TypeError,
-        ArithmeticError,
-        LookupError,
-        AttributeError,
-        RecursionError,
-    ) as error:
-        raise CorruptIndexError(
-            f"the source values of a row are damaged ({error})", remedy="verify"
-        ) from error
     return typed
 
 
