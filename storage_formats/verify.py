@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
 import json
 import os
 import re
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from storage_formats.arrays import Bools
 from storage_formats.cache import cache_directory
@@ -31,11 +30,9 @@ from storage_formats.format.manifest import (
 )
 from storage_formats.format.places import open_place
 from storage_formats.format.rows import (
-    DUPLICATE,
     INDEXED,
-    failures_by_reason,
+    count_rows,
     iter_row_groups,
-    read_index_rows,
 )
 from storage_formats.format.zarr_metadata import shard_index_bytes, zarr_documents
 from storage_formats.reading.embeddings import read_shard_embeddings
@@ -49,6 +46,8 @@ _THREADS = 4
 _MAX_ZARR_BYTES = 1 << 20
 _PIECE_BYTES = 8 << 20
 _PROBLEMS_SHOWN = 3
+# the columns of the rows with which the other files of a shard are compared
+_COLUMNS = ["status", "reason"]
 # Files that no snapshot names: a conversion leaves the earlier shard tables for readers
 # that have the index open.
 _LEFT_BEHIND = re.compile(r"manifest/shards-[0-9a-f]{8}\.parquet")
@@ -145,14 +144,24 @@ def _problems(
 ) -> list[Problem]:
     """Return all problems of an open index. For the arguments, see `verify_index`."""
     manifest = index.manifest
+    spec = manifest.spec
     files_of_shards = index.shard_files()
-    first_shards = [each.first_shard for each in manifest.rows_files]
-    check_rows = functools.cache(functools.partial(_check_rows, index))
+    # problems of the contents of tables, which matter if the files are not damaged
+    contents: list[Problem] = []
 
-    def items() -> Iterator[tuple[int, dict[str, FileEntry], bool]]:
-        for shard, files in files_of_shards.items():
-            position = bisect.bisect_right(first_shards, shard) - 1
-            yield shard, files, check_rows(position) is None
+    def items() -> Iterator[tuple[int, dict[str, FileEntry], pa.Table | None]]:
+        for position, rows_file in enumerate(manifest.rows_files):
+            rows = None
+            with _reporting(contents, rows_file.file, "rows"):
+                groups = iter_row_groups(index, files=[position])
+                rows = pa.concat_tables(each.select(_COLUMNS) for each in groups)
+            done = 0
+            for shard in range(rows_file.first_shard, manifest.stop_shard(position)):
+                count = len(spec.shard_rows(shard))
+                if count:
+                    of_shard = None if rows is None else rows.slice(done, count)
+                    yield shard, files_of_shards[shard], of_shard
+                done += count
 
     problems = list(_check_metadata(index))
     counts = Counts(0, 0, 0)
@@ -165,7 +174,7 @@ def _problems(
             on_progress(done, len(files_of_shards))
     # If a rows file cannot be read, its rows are missing from `counts`, so the totals
     # cannot be compared.
-    is_complete = counts.inputs == manifest.spec.used_rows
+    is_complete = counts.inputs == spec.used_rows
     if is_complete and counts != manifest.counts:
         message = (
             f"lists the counts {asdict(manifest.counts)}, but the rows have"
@@ -174,15 +183,12 @@ def _problems(
         problems.append(Problem(ROOT, "counts", message))
     by_shard = {file for files in files_of_shards.values() for file in files.values()}
     problems += _check_other_files(index, by_shard)
+    with _reporting(contents, manifest.snapshot.deleted, "deleted-rows"):
+        _ = index.deleted
+    with _reporting(contents, manifest.removed, "removed-inputs"):
+        _ = index.removed
     damaged = {problem.path for problem in problems}
-    contents = [
-        *map(check_rows, range(len(first_shards))),
-        _check_content(
-            manifest.snapshot.deleted, "deleted-rows", lambda: index.deleted
-        ),
-        _check_content(manifest.removed, "removed-inputs", lambda: index.removed),
-    ]
-    problems += [each for each in contents if each and each.path not in damaged]
+    problems += [each for each in contents if each.path not in damaged]
     vectors = manifest.ann.get("vectors")
     has_all_rows = "rows" not in manifest.ann
     if has_all_rows and vectors is not None and vectors != manifest.counts.indexed:
@@ -194,20 +200,21 @@ def _problems(
 
 
 def check_shard(
-    index: CommittedIndex, item: tuple[int, Mapping[str, FileEntry], bool]
+    index: CommittedIndex,
+    item: tuple[int, Mapping[str, FileEntry], pa.Table | None],
 ) -> tuple[list[Problem], Counts]:
     """Check all files of a shard. If the index is on an object store, they are
     downloaded first.
 
     Args:
-        item: (shard number, entries of the files of the shard, keyed by path, whether
-            its rows file is sound).
+        item: (shard number, entries of the files of the shard, keyed by path, columns
+            `_COLUMNS` of its rows, or None if they cannot be read).
 
     Returns:
         The problems, and the counts of the inputs of the shard. If its rows cannot be
         read, all counts are 0.
     """
-    shard, files, has_rows = item
+    shard, files, rows = item
     layout = index.layout
     spec = index.spec
     codecs = [codec(name, spec.block_shape) for name in spec.precisions]
@@ -232,17 +239,9 @@ def check_shard(
     ]
     counts = Counts(0, 0, 0)
     indexed = None
-    if has_rows:
-        columns = ["status", "reason"]
-        rows = read_index_rows(index.undeleted(), spec.shard_rows(shard), columns)
-        statuses = rows["status"].to_pylist()
-        counts = Counts(
-            len(rows),
-            statuses.count(INDEXED),
-            statuses.count(DUPLICATE),
-            failures_by_reason(rows),
-        )
-        indexed = np.array([status == INDEXED for status in statuses])
+    if rows is not None:
+        counts = count_rows(rows)
+        indexed = np.array([each == INDEXED for each in rows["status"].to_pylist()])
         if problem_of_counts := counts.problem():
             where = f"shard {shard} of the rows"
             problems.append(Problem(where, "counts", problem_of_counts))
@@ -327,25 +326,18 @@ def _check_embeddings(
         yield Problem(where, "embedding", f"has {problem.format(row_id)}")
 
 
-def _check_rows(index: CommittedIndex, position: int) -> Problem | None:
-    """Read the rows file at `position` in `rows_files`."""
-    groups = iter_row_groups(index, files=[position])
-    entry = index.manifest.rows_files[position].file
-    return _check_content(entry, "rows", lambda: deque(groups, maxlen=0))
-
-
-def _check_content(
-    entry: FileEntry | None, code: str, read: Callable[[], object]
-) -> Problem | None:
-    """Return a problem of the kind `code` if `read`, which reads the file `entry`,
-    finds damage.
+@contextlib.contextmanager
+def _reporting(
+    problems: list[Problem], entry: FileEntry | None, code: str
+) -> Iterator[None]:
+    """Context manager that adds a problem of the kind `code` to `problems` if its code,
+    which reads the file `entry`, finds damage.
     """
     try:
-        read()
+        yield
     except CorruptIndexError as error:
         message = f"cannot be read: {error.__cause__ or error}"
-        return Problem(entry.path if entry else ROOT, code, message)
-    return None
+        problems.append(Problem(entry.path if entry else ROOT, code, message))
 
 
 @contextlib.contextmanager
@@ -413,18 +405,18 @@ def _check_metadata(index: CommittedIndex) -> Iterator[Problem]:
             )
 
 
-def _check_file(index: CommittedIndex, entry: FileEntry) -> Problem | None:
-    """Compare the length and the CRC-32C of a file or an object with its entry."""
-    with files_here(index, [entry]):
-        return check_file(index.root, entry)
-
-
 def _check_files(
     index: CommittedIndex, entries: Iterable[FileEntry]
 ) -> Iterator[Problem]:
-    """Call `_check_file` for each of `entries`, sorted by path, in several threads."""
+    """Compare the length and the CRC-32C of each file or object of `entries` with its
+    entry, in several threads. Yield the problems, sorted by path.
+    """
+
+    def check(entry: FileEntry) -> Problem | None:
+        with files_here(index, [entry]):
+            return check_file(index.root, entry)
+
     ordered = sorted(entries, key=lambda entry: entry.path)
-    check = functools.partial(_check_file, index)
     yield from filter(None, ordered_map(check, ordered, _THREADS, 2 * _THREADS))
 
 

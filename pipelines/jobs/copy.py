@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replaced
@@ -58,9 +57,8 @@ from storage_formats.format.manifest import CommittedIndex, Counts, named_files
 from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt, fingerprint
 from storage_formats.format.rows import (
-    DUPLICATE,
     INDEXED,
-    failures_by_reason,
+    count_rows,
     iter_rows,
     read_index_rows,
 )
@@ -313,8 +311,8 @@ def erasure(place: Place, index: CommittedIndex, edit: Edit) -> Edit:
     if not len(erased):
         return edit
     shards = np.unique(erased["row_id"].to_numpy() // spec.shard_size).tolist()
-    statuses = Counter(erased["status"].to_pylist())
-    failed = {name: -count for name, count in failures_by_reason(erased).items()}
+    counts = count_rows(erased)
+    failed = {name: -count for name, count in counts.failed.items()}
     columns = [
         replaced(each, values=each.values - len(erased) + erased[each.name].null_count)
         for each in manifest.columns
@@ -340,8 +338,8 @@ def erasure(place: Place, index: CommittedIndex, edit: Edit) -> Edit:
         erases=True,
         counts=Counts(
             0,
-            -statuses[INDEXED],
-            -statuses[DUPLICATE],
+            -counts.indexed,
+            -counts.duplicates,
             {**failed, ERASED: len(erased)},
         ),
         columns=tuple(columns),

@@ -5,6 +5,7 @@ rows of many shards (SPEC.md section 9).
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from storage_formats.format.file_check import (
 )
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
-from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.manifest import CommittedIndex, Counts
 from storage_formats.format.parquet import read_table, table_bytes
 from storage_formats.format.source_columns import (
     BOOL,
@@ -531,11 +532,16 @@ def _indices(values: Ints) -> pa.Array:
     return pa.Array.from_buffers(pa.int64(), len(values), [None, data])
 
 
-def failures_by_reason(table: pa.Table) -> dict[str, int]:
-    """Return the number of failed rows in `table` for each reason, sorted by reason."""
-    reasons = table.filter(pc.equal(table["status"], FAILED))["reason"]
-    counts = {
-        str(item["values"]): int(item["counts"])
-        for item in pc.value_counts(reasons).to_pylist()
-    }
-    return dict(sorted(counts.items()))
+def count_rows(table: pa.Table) -> Counts:
+    """Return the counts of the rows in `table`, which has the columns `status` and
+    `reason`.
+    """
+    statuses = table["status"].to_pylist()
+    reasons = zip(statuses, table["reason"].to_pylist(), strict=True)
+    failed = Counter(str(reason) for status, reason in reasons if status == FAILED)
+    return Counts(
+        len(table),
+        statuses.count(INDEXED),
+        statuses.count(DUPLICATE),
+        dict(sorted(failed.items())),
+    )

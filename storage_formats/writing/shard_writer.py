@@ -16,6 +16,7 @@ from typing import Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from storage_formats.arrays import Floats, Ints
@@ -29,9 +30,8 @@ from storage_formats.format.offset import stored_codec
 from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import (
-    DUPLICATE,
     INDEXED,
-    failures_by_reason,
+    count_rows,
     write_rows,
 )
 from storage_formats.format.zarr_metadata import shard_index_bytes
@@ -158,21 +158,18 @@ class ShardWriter:
         write_rows(path, rows)
         where = self._place.relative(self._place.staged_rows(self._shard))
         self.staged.append((path, FileEntry(where, *crc32c_file(path))))
-        statuses = rows["status"].to_pylist()
-        details = rows["detail"].to_pylist()
+        counts = count_rows(rows)
+        is_indexed = rows.filter(pc.equal(rows["status"], INDEXED))
         receipt = ShardReceipt(
             shard=self._shard,
             plan=plan,
-            rows=len(rows),
-            indexed=statuses.count(INDEXED),
-            duplicates=statuses.count(DUPLICATE),
-            failed=failures_by_reason(rows),
+            rows=counts.inputs,
+            indexed=counts.indexed,
+            duplicates=counts.duplicates,
+            failed=counts.failed,
             files=self.commit_files(),
             seconds=seconds or {},
-            truncated=sum(
-                status == INDEXED and detail is not None
-                for status, detail in zip(statuses, details, strict=True)
-            ),
+            truncated=len(is_indexed) - is_indexed["detail"].null_count,
             encoded_on=encoded_on,
         )
         self.commit_receipt(receipt)
