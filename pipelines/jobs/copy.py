@@ -77,7 +77,6 @@ from storage_formats.remote.urls import (
 )
 from storage_formats.threads import ordered_map
 from storage_formats.writing.copying import ERASED, RowCopier
-from storage_formats.writing.index_copy import copy_to_place
 
 _FILES_AT_ONCE = 8
 # NumPy type of a SHA-256 in hexadecimal
@@ -507,7 +506,7 @@ def _copy_files(
     """
     copied = []
     done = 0
-    copy = partial(copy_to_place, index, place)
+    copy = partial(place.copy, index.place)
     until_stopped = itertools.takewhile(lambda _: not should_stop(), entries)
     with contextlib.closing(
         ordered_map(copy, until_stopped, _FILES_AT_ONCE, 2 * _FILES_AT_ONCE)

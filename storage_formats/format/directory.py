@@ -14,18 +14,34 @@ import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from storage_formats.atomic import (
+    fsync_parent,
     fsync_paths,
     make_directories,
     naming,
+    replacing,
     write_bytes_atomic,
 )
 from storage_formats.errors import EdjeError
-from storage_formats.format.file_check import FileEntry
-from storage_formats.format.index_files import check_inside, read_index_file
+from storage_formats.format.file_check import (
+    FileEntry,
+    check_file,
+    checked_pieces,
+    parsing,
+)
+from storage_formats.format.index_files import (
+    IndexFile,
+    check_inside,
+    read_index_file,
+)
 from storage_formats.format.layout import Layout
+from storage_formats.remote.objects import CHUNK_BYTES, Chunk
 from storage_formats.system_calls import MissingCallError, promised
+
+if TYPE_CHECKING:
+    from storage_formats.format.places import Place
 
 # A plan lists the checksum of every list of inputs.
 MAX_BYTES = 1 << 30
@@ -118,6 +134,48 @@ class Directory(Layout):
 
     def fetch(self, entries: Iterable[FileEntry]) -> None:
         """Make committed files readable below `root`."""
+
+    def contents(self, entry: FileEntry) -> Iterator[Chunk]:
+        """Yield the contents of a committed file in pieces.
+
+        Raises:
+            CorruptIndexError: the file is missing, or differs from `entry`. The CRC-32C
+                is compared after the last piece was yielded.
+        """
+        path = self.root / entry.path
+        with parsing(str(path)), IndexFile(self.root, path) as file:
+            pieces = iter(lambda: file.read(CHUNK_BYTES), b"")
+            yield from checked_pieces(path, entry, pieces)
+
+    def copy(self, source: Place, entry: FileEntry) -> bool:
+        """Copy a committed file of the index at `source` to this index, and compare it
+        with its entry. Return False without a copy if this index has the file already.
+        """
+        path = self.root / entry.path
+        if path.exists() and check_file(self.root, entry) is None:
+            return False
+        make_directories(path.parent)
+        # If this process is killed, the private file remains until `build/` is removed.
+        with replacing(path, self.staging) as file:
+            left = entry.bytes
+            # If the file system can, the two files share their disk blocks (reflink).
+            # Only Linux has this system call, not every file system supports it, and it
+            # may copy fewer bytes. An error of the disk itself occurs again below.
+            with (
+                contextlib.suppress(AttributeError, OSError),
+                IndexFile(source.root, source.root / entry.path) as opened,
+            ):
+                descriptors = (opened.fileno(), file.fileno())
+                while source.remote is None and (
+                    count := os.copy_file_range(*descriptors, left)
+                ):
+                    left -= count
+            file.seek(0)
+            for piece in source.contents(entry):
+                if left:
+                    file.write(piece)
+        fsync_parent(path)
+        return True
 
     def names(self, folder: Path) -> list[Path]:
         """Return the paths of all files below `folder`, sorted."""

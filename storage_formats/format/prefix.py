@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -44,6 +45,9 @@ from storage_formats.remote.objects import (
     UncertainWriteError,
 )
 from storage_formats.remote.urls import STORE_SCHEMES
+
+if TYPE_CHECKING:
+    from storage_formats.format.places import Place
 
 CHECKSUM = "crc32c"
 """Key of the CRC-32C of an object in the metadata of this object."""
@@ -192,7 +196,7 @@ class Prefix(Layout):
     def write(self, path: Path, data: bytes) -> None:
         self._check_change()
         file = FileEntry(self._key(path), len(data), crc32c(data))
-        self.upload(file, lambda: [data])
+        self._upload(file, lambda: [data])
         self._keep(path, data)
 
     def begin_task(self) -> None:
@@ -226,7 +230,7 @@ class Prefix(Layout):
                 yield from iter(lambda: opened.read(CHUNK_BYTES), b"")
 
         def move(path: Path, entry: FileEntry) -> None:
-            self.upload(self._named(entry), lambda: pieces(path))
+            self._upload(self._named(entry), lambda: pieces(path))
             if path != self.root / entry.path:
                 path.unlink()
 
@@ -245,11 +249,32 @@ class Prefix(Layout):
             path = root / entry.path
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as file:
-                file.writelines(committed_chunks(self.folder, entry))
+                file.writelines(self.contents(entry))
 
         if missing:
             with ThreadPoolExecutor(min(_DOWNLOADS_AT_ONCE, len(missing))) as pool:
                 list(pool.map(download, missing))
+
+    def contents(self, entry: FileEntry) -> Iterator[Chunk]:
+        url = self.folder.url_of(entry.path)
+        pieces = self.folder.chunks(entry.path, entry.bytes)
+        try:
+            yield from checked_pieces(url, entry, pieces)
+        except (FileNotFoundError, EOFError) as error:
+            raise CorruptIndexError(
+                f"{url} is missing or too short; open the index again. If the error"
+                " remains, copy the index again from a sound copy"
+            ) from error
+
+    def copy(self, source: Place, entry: FileEntry) -> bool:
+        info = self.folder.info(entry.path)
+        if info is not None and (
+            (info.size, info.metadata.get(CHECKSUM))
+            == (entry.bytes, to_hex(entry.crc32c))
+        ):
+            return False
+        self._upload(entry, lambda: source.contents(entry))
+        return True
 
     def names(self, folder: Path) -> list[Path]:
         sizes = self.folder.list_sizes(self._key(folder))
@@ -303,7 +328,7 @@ class Prefix(Layout):
     def close(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
 
-    def upload(self, file: FileEntry, contents: Callable[[], Iterable[Chunk]]) -> None:
+    def _upload(self, file: FileEntry, contents: Callable[[], Iterable[Chunk]]) -> None:
         """Write the object with the path of `file`, and with the checksum of `file` in
         its metadata.
 
@@ -400,23 +425,6 @@ class Prefix(Layout):
                     " changes; build in a directory, and copy the index there"
                 )
         _honest.add(bucket)
-
-
-def committed_chunks(folder: ObjectFolder, entry: FileEntry) -> Iterator[memoryview]:
-    """Yield the contents of the committed file `entry` in pieces.
-
-    Raises:
-        CorruptIndexError: the object is missing or too short, or its CRC-32C differs
-            from `entry`. The CRC-32C is compared after the last piece was yielded.
-    """
-    pieces = folder.chunks(entry.path, entry.bytes)
-    try:
-        yield from checked_pieces(folder.url_of(entry.path), entry, pieces)
-    except (FileNotFoundError, EOFError) as error:
-        raise CorruptIndexError(
-            f"{folder.url_of(entry.path)} is missing or too short; open the index"
-            " again. If the error remains, copy the index again from a sound copy"
-        ) from error
 
 
 def _cached_snapshot(of_index: Path, manifest: bytes) -> Path:
