@@ -588,11 +588,9 @@ def collect_garbage(
             _discard(change, earlier, notify)
         remove_build(layout)
         current = change.index.manifest
-        numbers = earlier_snapshots(layout, current)
-        # `keep` also counts the current snapshot, which is always kept and is not in
-        # `numbers`. So there are `len(numbers) + 1` snapshots.
-        removed = [] if keep is None else numbers[: max(0, len(numbers) + 1 - keep)]
-        oldest = [*numbers, current.snapshot.number][len(removed)]
+        numbers = [*earlier_snapshots(layout, current), current.snapshot.number]
+        removed = [] if keep is None else numbers[:-keep]
+        oldest = numbers[len(removed)]
         sizes = []
         if keep is not None and oldest > (current.snapshot.oldest or 0):
             snapshot = replace(current.snapshot, oldest=oldest)

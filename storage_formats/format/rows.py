@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from storage_formats.arguments import as_list, did_you_mean
 from storage_formats.arrays import Ints
@@ -28,7 +29,7 @@ from storage_formats.format.file_check import (
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex, Counts
-from storage_formats.format.parquet import read_table, table_bytes
+from storage_formats.format.parquet import read_table
 from storage_formats.format.source_columns import (
     BOOL,
     FLOAT64,
@@ -125,11 +126,7 @@ def rows_table(entries: Sequence[RowEntry]) -> pa.Table:
     """Return `entries` as a table with the columns of `ROW_SCHEMA`, in the given
     order.
     """
-    columns = [
-        pa.array([getattr(entry, field.name) for entry in entries], field.type)
-        for field in ROW_SCHEMA
-    ]
-    return pa.Table.from_arrays(columns, schema=ROW_SCHEMA)
+    return pa.Table.from_pylist([vars(entry) for entry in entries], ROW_SCHEMA)
 
 
 def type_name(arrow_type: pa.DataType) -> str:
@@ -197,8 +194,8 @@ def write_rows(path: Path, table: pa.Table) -> None:
     """Write the rows of one shard, which a change has not committed yet, as a Parquet
     file.
     """
-    with naming(path):
-        path.write_bytes(table_bytes(table))
+    with naming(path), open(path, "wb") as file:
+        pq.write_table(table, file, compression="zstd")
 
 
 def read_staged_rows(

@@ -562,14 +562,14 @@ def _given_columns(
     if hasattr(rows, "__arrow_c_stream__"):
         try:
             table = pa.table(rows)
-            columns: Json = {name: table[name] for name in table.column_names}
+            columns: Json = {
+                name: table[name].to_pylist() for name in table.column_names
+            }
         except (pa.ArrowException, ValueError, KeyError) as error:
             raise UsageError(f"cannot read the table rows: {error}") from error
     elif isinstance(rows, Mapping):
         columns = {
-            as_text(name, "rows"): values
-            if hasattr(values, "to_pylist") or hasattr(values, "__array__")
-            else as_list(values, f"rows[{name!r}]", "values")
+            as_text(name, "rows"): as_list(values, f"rows[{name!r}]", "values")
             for name, values in rows.items()
         }
     else:
@@ -636,13 +636,12 @@ def _is_source_value(value: Any) -> bool:
     return is_text and len("".join(texts).encode()) <= MAX_ROW_BYTES
 
 
-def _column(field: pa.Field, values: Any) -> list[Any]:
+def _column(field: pa.Field, values: Sequence[Any]) -> list[Any]:
     """Return the values of a standard column, converted to the type of `field`. Raise
     UsageError if they cannot be converted.
     """
-    is_arrow = isinstance(values, pa.ChunkedArray | pa.Array)
     try:
-        column = (values if is_arrow else pa.array(values)).cast(field.type)
+        column = pa.array([*map(python_value, values)]).cast(field.type)
     except (pa.ArrowException, ValueError, TypeError) as error:
         raise UsageError(
             f"column {field.name} of rows cannot be converted to {field.type}: {error}"

@@ -77,16 +77,16 @@ def write_tables(
                 lines[file.path] = (receipt.shard, file)
     tables: dict[Segment, FileEntry] = {}
     if before is not None:
-        manifest = before.manifest
-        old = manifest.spec
-        if spec.precisions == old.precisions:
-            for segment, table in zip(
-                old.used_segments, manifest.shard_tables, strict=True
-            ):
-                if staged.keys().isdisjoint(spec.segment_shards(segment)):
-                    tables[segment] = table
+        old = before.spec
+        old_tables = zip(old.used_segments, before.manifest.shard_tables, strict=True)
+        tables = {
+            segment: table
+            for segment, table in old_tables
+            if spec.precisions == old.precisions
+            and staged.keys().isdisjoint(spec.segment_shards(segment))
+        }
         # A new table of an existing segment needs lines of the old table, too.
-        if not tables.keys() >= {*spec.used_segments} & {*old.used_segments}:
+        if len(tables) < len(old.used_segments):
             dropped = tuple(
                 f"{folder}/{name}/"
                 for name in {*old.precisions} - {*spec.precisions}
