@@ -146,21 +146,17 @@ class Change:
         return (earlier.kind, earlier.request) == (wanted.kind, wanted.request)
 
     def receipts(
-        self, shards: Iterable[int], fingerprint: str, written: Place | None = None
+        self, shards: Iterable[int], fingerprint: str
     ) -> dict[int, ShardReceipt]:
         """Return the receipts of those of `shards` that earlier runs finished, keyed by
         shard number. Receipts whose `plan` differs from `fingerprint`, the fingerprint
         of the tasks of this change, are left out.
 
         The private files of crashed workers are removed, unless the change is dry.
-
-        Args:
-            written: place that the tasks write to; None for that of the index.
         """
-        written = written or self.layout
         if not self.is_dry:
-            shutil.rmtree(written.staging, ignore_errors=True)
-        return read_receipts(written, shards, fingerprint)
+            shutil.rmtree(self.layout.staging, ignore_errors=True)
+        return read_receipts(self.layout, shards, fingerprint)
 
     def abandon(self) -> None:
         """Make the end of this change remove its files even if a later run could use

@@ -258,7 +258,6 @@ def _write_rows(
         }
         for row_id, of_sources in given.items()
     ]
-    staged = {shard: (layout, entry) for shard, entry in files}
     table = pa.Table.from_pylist(values, VALUE_SCHEMA)
-    rows_files = write_rows_files(layout, spec, columns, staged, None, table)
+    rows_files = write_rows_files(layout, spec, columns, dict(files), None, table)
     return rows_files, write_removed(layout, removed)

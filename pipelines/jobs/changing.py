@@ -109,7 +109,6 @@ class ShardWork:
         close: function that closes the files that all tasks use. It is called after the
             last task, and also after an error.
         shows_failed: True to report the number of failed rows in progress events.
-        target: place that the tasks write to, see `Edit.erases`; None for the index.
         described: further attributes of the event `PlanReady`, by name.
         check: function that is called after each finished shard with all receipts so
             far. It raises FailedInputsError to end the work.
@@ -124,7 +123,6 @@ class ShardWork:
     engine: Engine = run_inline
     close: Callable[[], None] = lambda: None
     shows_failed: bool = False
-    target: Place | None = None
     described: Json = field(default_factory=dict)
     check: Callable[[Sequence[ShardReceipt]], None] = lambda receipts: None
 
@@ -202,7 +200,6 @@ class Edit:
         elif self.erases:
             # The directory must be on the device before the commit names its files.
             make_directories(layout.erased)
-            copy_offset(change.index, layout.part(layout.erased))
         if self.offset is not None and self.spec.offset is not None:
             write_offset(layout, self.offset)
 
@@ -292,7 +289,6 @@ class Edit:
                 receipts,
                 columns,
                 index,
-                self.work.target if self.work else None,
                 self.values,
             ),
         )
@@ -471,10 +467,9 @@ def apply(
             raise JobStopped(stopped)
         return Applied(edit.commit(change, (), report))
     started = time.monotonic()
-    earlier = change.receipts(work.shards, work.fingerprint, work.target)
+    earlier = change.receipts(work.shards, work.fingerprint)
     on_event(PlanReady(work.rows, len(work.shards), len(earlier), **work.described))
-    target = work.target or change.layout
-    receipts = run_shards(work, target, earlier, on_event, should_stop)
+    receipts = run_shards(work, change.layout, earlier, on_event, should_stop)
     rows = sum(receipt.rows for receipt in receipts if receipt.shard not in earlier)
     speed = rows / (time.monotonic() - started)
     return Applied(edit.commit(change, receipts, report), receipts, earlier, speed)
@@ -525,7 +520,7 @@ def notifier(on_event: OnEvent) -> Callable[[str], None]:
 
 def run_shards(
     work: ShardWork,
-    target: Place,
+    place: Place,
     earlier: Mapping[int, ShardReceipt],
     on_event: OnEvent,
     should_stop: ShouldStop,
@@ -548,7 +543,7 @@ def run_shards(
         )
 
     try:
-        fetch_written(target, earlier.values(), "build/rows/")
+        fetch_written(place, earlier.values(), "build/rows/")
         for receipt in earlier.values():
             # Pass no stage times, because events report the times of this run only.
             finish(receipt, {})
@@ -564,7 +559,7 @@ def run_shards(
             )
             with contextlib.closing(finished):
                 for receipt in finished:
-                    fetch_written(target, [receipt], "build/rows/")
+                    fetch_written(place, [receipt], "build/rows/")
                     on_event(finish(receipt, receipt.seconds))
                     work.check(receipts)
         # Also stop if all shards are finished but a stop was requested: the commit may
@@ -580,7 +575,7 @@ def run_shards(
         )
         rows = sum(receipt.rows for receipt in receipts)
         with contextlib.suppress(OSError, EdjeError):
-            rows += kept_rows(target)
+            rows += kept_rows(place)
         raise JobStopped(
             f"{of_shard}{describe_error(error)}; {rows:,} of"
             f" {counted(work.rows, 'row')} are kept, {len(receipts):,} of"

@@ -325,15 +325,14 @@ def erasure(place: Place, index: CommittedIndex, edit: Edit) -> Edit:
         "deleted": hashlib.sha256(deleted.row_ids.astype("<i8").tobytes()).hexdigest(),
         "tables": [table.to_json() for table in manifest.shard_tables],
     }
-    target = place.part(place.erased)
-    copier = RowCopier(source, target, spec, lambda row_ids: row_ids, deleted)
+    copier = RowCopier(source, place, spec, lambda row_ids: row_ids, deleted)
     rows_of_shards = {
         shard: (copier, np.array(spec.shard_rows(shard), np.int64)) for shard in shards
     }
     return replaced(
         edit,
         details={**edit.details, "erased": len(erased)},
-        work=replaced(copying(rows_of_shards, identity), target=target),
+        work=copying(rows_of_shards, identity),
         erases=True,
         counts=Counts(
             0,

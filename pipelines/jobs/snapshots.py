@@ -164,9 +164,6 @@ def delete_rows(
             from pipelines.jobs.copy import erasure
 
             edit = erasure(change.layout, opened, edit)
-        if edit.erases:
-            # With a plan, finished shards are kept if the erasure is stopped.
-            change.store_plan({})
         number = apply(change, edit, on_event, should_stop).manifest.snapshot.number
     if erase and not dry_run:
         # An earlier change that was killed may have left files with the data.

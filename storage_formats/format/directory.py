@@ -92,10 +92,6 @@ class Directory(Layout):
         """Return True if a change of the index has begun and has not ended."""
         return self.journal.exists()
 
-    def part(self, folder: Path) -> Directory:
-        """Return `folder`, which lies below `root`, as a place of its own."""
-        return Directory(folder)
-
     def get(self, path: Path) -> None:
         """Make a file readable below `root`, if it exists."""
 

@@ -78,7 +78,6 @@ class Prefix(Layout):
     the same relative path.
 
     Attributes:
-        whole: `root` of the whole index if this place is a part of it; None otherwise.
         owner: identifier of this place in its claim.
         base: `index.json` at the time of the claim; None if there was none.
         renewed: time of the last renewal of the claim, or of the last look at the
@@ -89,7 +88,6 @@ class Prefix(Layout):
     """
 
     folder: ObjectFolder
-    whole: Path | None = None
     owner: str = field(default_factory=lambda: uuid.uuid4().hex)
     base: ObjectVersion | None = None
     renewed: float = 0.0
@@ -135,7 +133,7 @@ class Prefix(Layout):
         return self.folder
 
     def address(self, path: Path) -> str:
-        return self.folder.url_of(self._key(path))
+        return self.folder.url_of(self.relative(path))
 
     def of_snapshot(self, manifest: bytes) -> Prefix:
         return replace(self, root=_cached_snapshot(self.root, manifest))
@@ -151,7 +149,7 @@ class Prefix(Layout):
             self._probe()
             renewal.start()
             with contextlib.suppress(FileNotFoundError):
-                self.base = self.folder.read(self._key(self.manifest), MAX_BYTES)
+                self.base = self.folder.read(self.relative(self.manifest), MAX_BYTES)
                 self._keep(self.manifest, self.base.data)
             yield
         finally:
@@ -161,7 +159,7 @@ class Prefix(Layout):
             # If the store fails here, the claim stays until it expires.
             with contextlib.suppress(ObjectStoreError):
                 if self.is_claimed():
-                    self.folder.delete([self._key(self.claim)])
+                    self.folder.delete([self.relative(self.claim)])
 
     def is_claimed(self) -> bool:
         if self.own_claim is None:
@@ -170,11 +168,8 @@ class Prefix(Layout):
         return current is not None and self._owns(current.data)
 
     def is_changing(self) -> bool:
-        keys = map(self._key, (self.claim, self.journal))
+        keys = map(self.relative, (self.claim, self.journal))
         return any(self.folder.info(key) is not None for key in keys)
-
-    def part(self, folder: Path) -> Prefix:
-        return replace(self, root=folder, whole=self.whole or self.root)
 
     def get(self, path: Path) -> None:
         if not path.exists() and (data := self.read(path)) is not None:
@@ -186,7 +181,7 @@ class Prefix(Layout):
         if is_claimed and path.exists():
             return path.read_bytes()
         try:
-            data = self.folder.read(self._key(path), max_bytes).data
+            data = self.folder.read(self.relative(path), max_bytes).data
         except FileNotFoundError:
             return None
         if is_claimed:
@@ -195,13 +190,13 @@ class Prefix(Layout):
 
     def write(self, path: Path, data: bytes) -> None:
         self._check_change()
-        file = FileEntry(self._key(path), len(data), crc32c(data))
+        file = FileEntry(self.relative(path), len(data), crc32c(data))
         self._upload(file, lambda: [data])
         self._keep(path, data)
 
     def begin_task(self) -> None:
         if self.own_claim is None:
-            self.task = self.read(self._of_whole.journal) or b""
+            self.task = self.read(self.journal) or b""
             self.renewed = _clock()
             self._check_change()
 
@@ -214,7 +209,7 @@ class Prefix(Layout):
         else:
             is_over = self.task == b""
             if self.task is not None and age > _FRESH_SECONDS:
-                is_over = self.read(self._of_whole.journal) != self.task
+                is_over = self.read(self.journal) != self.task
                 self.renewed = _clock()
         if is_over:
             raise EdjeError(
@@ -230,7 +225,7 @@ class Prefix(Layout):
                 yield from iter(lambda: opened.read(CHUNK_BYTES), b"")
 
         def move(path: Path, entry: FileEntry) -> None:
-            self._upload(self._named(entry), lambda: pieces(path))
+            self._upload(entry, lambda: pieces(path))
             if path != self.root / entry.path:
                 path.unlink()
 
@@ -238,15 +233,10 @@ class Prefix(Layout):
             list(pool.map(move, *zip(*staged, strict=True)))
 
     def fetch(self, entries: Iterable[FileEntry]) -> None:
-        root = self.whole or self.root
-        missing = [
-            entry
-            for entry in map(self._named, entries)
-            if not (root / entry.path).exists()
-        ]
+        missing = [each for each in entries if not (self.root / each.path).exists()]
 
         def download(entry: FileEntry) -> None:
-            path = root / entry.path
+            path = self.root / entry.path
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as file:
                 file.writelines(self.contents(entry))
@@ -277,21 +267,20 @@ class Prefix(Layout):
         return True
 
     def names(self, folder: Path) -> list[Path]:
-        sizes = self.folder.list_sizes(self._key(folder))
+        sizes = self.folder.list_sizes(self.relative(folder))
         self.listed |= sizes
-        root = self.whole or self.root
-        return sorted(root / key for key in sizes)
+        return sorted(self.root / key for key in sizes)
 
     def lengths(self, entries: Iterable[FileEntry]) -> dict[str, int]:
         folders = {(self.root / entry.path).parent for entry in entries}
         paths = [path for folder in sorted(folders) for path in self.names(folder)]
         listed = self.listed
-        return {self.relative(path): listed[self._key(path)] for path in paths}
+        return {self.relative(path): listed[self.relative(path)] for path in paths}
 
     def remove(self, paths: Iterable[Path]) -> list[int]:
         self._check_change()
         paths = list(paths)
-        keys = [self._key(path) for path in paths]
+        keys = [self.relative(path) for path in paths]
         if keys:
             self.folder.delete(keys)
         for path in paths:
@@ -301,9 +290,11 @@ class Prefix(Layout):
     def commit(self, data: bytes) -> None:
         try:
             if not self.is_claimed():
-                url = self.folder.url_of(self._key(self.claim))
+                url = self.folder.url_of(self.relative(self.claim))
                 raise ObjectChangedError(f"another process took over {url}")
-            self.base = self.folder.replace(self._key(self.manifest), data, self.base)
+            self.base = self.folder.replace(
+                self.relative(self.manifest), data, self.base
+            )
         except UncertainWriteError as error:
             raise EdjeError(
                 f"the change may be committed: {error}. Once the store responds, run"
@@ -322,7 +313,7 @@ class Prefix(Layout):
         paths = [path for folder in folders for path in self.names(folder)]
         finals = [path.relative_to(self.erased).as_posix() for path in paths]
         with ThreadPoolExecutor(_TRANSFERS_AT_ONCE) as pool:
-            list(pool.map(self.folder.copy, map(self._key, paths), finals))
+            list(pool.map(self.folder.copy, map(self.relative, paths), finals))
         self.remove(self.names(self.erased))
 
     def close(self) -> None:
@@ -338,17 +329,6 @@ class Prefix(Layout):
         """
         metadata = {CHECKSUM: to_hex(file.crc32c)}
         self.folder.put(file.path, contents, length=file.bytes, metadata=metadata)
-
-    @property
-    def _of_whole(self) -> Layout:
-        return Layout(self.whole or self.root)
-
-    def _key(self, path: Path) -> str:
-        return path.relative_to(self.whole or self.root).as_posix()
-
-    def _named(self, file: FileEntry) -> FileEntry:
-        """Return `file` with its key as its path."""
-        return replace(file, path=self._key(self.root / file.path))
 
     def _keep(self, path: Path, data: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -376,14 +356,14 @@ class Prefix(Layout):
 
     def _put_claim(self, expected: ObjectVersion | None) -> None:
         """Write a new claim of this process if `expected` is still the current one."""
-        key = self._key(self._of_whole.claim)
+        key = self.relative(self.claim)
         self.own_claim = self.folder.replace(key, _claim_bytes(self.owner), expected)
         self.renewed = _clock()
 
     def _read_claim(self) -> ObjectVersion | None:
         """Return the claim object; None if there is none."""
         try:
-            return self.folder.read(self._key(self._of_whole.claim), _MAX_CLAIM_BYTES)
+            return self.folder.read(self.relative(self.claim), _MAX_CLAIM_BYTES)
         except FileNotFoundError:
             return None
 

@@ -8,16 +8,13 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from storage_formats.arguments import as_list, did_you_mean
 from storage_formats.arrays import Ints
-from storage_formats.atomic import naming
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.committed_files import CommittedTable
 from storage_formats.format.file_check import (
@@ -188,14 +185,6 @@ def with_source_values(
 def stored_schema(source_columns: Iterable[SourceColumn]) -> pa.Schema:
     """Return the schema of the files: that of the rows table, and `SOURCE_VALUES`."""
     return row_schema(source_columns).append(pa.field(SOURCE_VALUES, pa.string()))
-
-
-def write_rows(path: Path, table: pa.Table) -> None:
-    """Write the rows of one shard, which a change has not committed yet, as a Parquet
-    file.
-    """
-    with naming(path), open(path, "wb") as file:
-        pq.write_table(table, file, compression="zstd")
 
 
 def read_staged_rows(

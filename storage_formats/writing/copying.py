@@ -110,7 +110,9 @@ class RowCopier:
         if self._erased is not None:
             rows = without_rows(rows, self._erased)
         indexed = np.flatnonzero(rows["status"].to_numpy() == INDEXED)
-        with ShardWriter(self._target, self._spec, shard) as writer:
+        with ShardWriter(
+            self._target, self._spec, shard, erases=self._erased is not None
+        ) as writer:
             for name, file in writer.tokens.items():
                 size = file.codec.record_bytes
                 step = max(1, PIECE_BYTES // size)

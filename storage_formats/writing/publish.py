@@ -39,7 +39,6 @@ def write_tables(
     receipts: Sequence[ShardReceipt],
     columns: Sequence[SourceColumn],
     before: CommittedIndex | None = None,
-    written: Place | None = None,
     values: pa.Table | None = None,
 ) -> Json:
     """Write the shard tables of the segments of `spec`, and the rows files. Return
@@ -51,8 +50,6 @@ def write_tables(
         columns: source columns of the index after the change.
         before: the index before the change. Tables of unchanged segments are reused.
             None if the index is new.
-        written: place with the files of `receipts`, if they will replace files of
-            `layout` later.
         values: new values of rows, see `write_rows_files`.
 
     Raises:
@@ -65,16 +62,18 @@ def write_tables(
             f" for {len(set(shards))} shards; run the same command again to write the"
             " missing shards"
         )
-    written = written or layout
-    staged: dict[int, tuple[Place, FileEntry]] = {}
+    erased = f"{layout.relative(layout.erased)}/"
+    staged: dict[int, FileEntry] = {}
     lines: dict[str, tuple[int, FileEntry]] = {}
     for receipt in receipts:
         rows = layout.relative(layout.staged_rows(receipt.shard))
         for file in receipt.files:
             if file.path == rows:
-                staged[receipt.shard] = (written, file)
+                staged[receipt.shard] = file
             else:
-                lines[file.path] = (receipt.shard, file)
+                # The commit moves the files of an erasure into place.
+                final = replace(file, path=file.path.removeprefix(erased))
+                lines[final.path] = (receipt.shard, final)
     tables: dict[Segment, FileEntry] = {}
     if before is not None:
         old = before.spec

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage_formats.atomic import naming, private_path
@@ -33,8 +32,8 @@ _GROUP_BYTES = 16 << 20
 _FILE_ROWS = 1 << 16
 _FILE_BYTES = 64 << 20
 
-Staged = Mapping[int, tuple[Place, FileEntry]]
-"""The place and the receipt's entry of the rows of each written shard, by number."""
+Staged = Mapping[int, FileEntry]
+"""The receipt's entry of the rows of each written shard, by number."""
 
 
 def write_rows_files(
@@ -94,7 +93,7 @@ def write_rows_files(
         if isinstance(each, RowsFile):
             files.append(each)
             continue
-        tables = _tables(spec, columns, *each, staged, before)
+        tables = _tables(place, spec, columns, *each, staged, before)
         schema = stored_schema(columns)
         changed_tables = (with_values(table, values) for table in tables)
         files += _write(place, schema, changed_tables, spec.shard_size)
@@ -106,6 +105,7 @@ def _rows(spec: IndexSpec, first_shard: int, stop_shard: int) -> int:
 
 
 def _tables(
+    place: Place,
     spec: IndexSpec,
     columns: Sequence[SourceColumn],
     first_shard: int,
@@ -118,11 +118,8 @@ def _tables(
     """
     schema = stored_schema(columns)
 
-    def of_shards(shards: Iterable[int]) -> list[pa.Table]:
-        return [
-            read_staged_rows(staged[each][0], each, None, staged[each][1], columns)
-            for each in sorted({*shards} & {*staged})
-        ]
+    def written(shard: int) -> pa.Table:
+        return read_staged_rows(place, shard, None, staged[shard], columns)
 
     old_stop = 0
     if before is not None:
@@ -132,19 +129,19 @@ def _tables(
         positions = range(*np.searchsorted(starts, limits).tolist())
         for group in iter_row_groups(before, files=positions):
             table = cast_columns(group, schema)
-            shards = row_ids_of(table) // spec.shard_size
-            replaced = np.isin(shards, [*staged])
-            if replaced.any():
-                # A staged table may have rows of the next row group, too.
-                first, last = row_ids_of(table)[[0, -1]].tolist()
-                row_id = pc.field("row_id")
-                of_group = (row_id >= first) & (row_id <= last)
-                new = [each.filter(of_group) for each in of_shards(shards.tolist())]
-                kept = table.filter(pa.array(~replaced))
-                table = pa.concat_tables([kept, *new]).sort_by("row_id")
-            yield table
+            row_ids = row_ids_of(table)
+            shards = np.unique(
+                row_ids // spec.shard_size, return_index=True, return_counts=True
+            )
+            for shard, first, count in np.transpose(shards).tolist():
+                if shard not in staged:
+                    yield table.slice(first, count)
+                elif row_ids[first] == spec.shard_rows(shard).start:
+                    # The shard may have rows in the next row group, too.
+                    yield written(shard)
     for shard in range(max(first_shard, old_stop), stop_shard):
-        yield from of_shards([shard])
+        if shard in staged:
+            yield written(shard)
 
 
 def _write(

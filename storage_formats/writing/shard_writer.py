@@ -17,22 +17,22 @@ from typing import Self
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from storage_formats.arrays import Floats, Ints
 from storage_formats.atomic import json_bytes, naming
 from storage_formats.codecs import BF16, Blocks, Codec, Records, fill_record
 from storage_formats.errors import UsageError
-from storage_formats.format.checksum import crc32c, crc32c_file, crc32c_rows
+from storage_formats.format.checksum import crc32c, crc32c_rows
 from storage_formats.format.file_check import FileEntry
-from storage_formats.format.layout import IndexSpec, padded_shard_bytes
+from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.offset import stored_codec
 from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import (
     INDEXED,
     count_rows,
-    write_rows,
 )
 from storage_formats.format.zarr_metadata import shard_index_bytes
 
@@ -52,6 +52,8 @@ class ShardWriter:
         shard: number of the shard.
         precisions: names of the precisions whose token files are written. None writes
             all precisions of `spec`.
+        erases: True for a shard of an erasure. Its data files are written to
+            `build/erased/`, from where the commit moves them into place.
 
     Attributes:
         tokens: the unfinished token files, keyed by precision.
@@ -64,8 +66,11 @@ class ShardWriter:
         spec: IndexSpec,
         shard: int,
         precisions: Iterable[str] | None = None,
+        *,
+        erases: bool = False,
     ) -> None:
         self._place = place
+        self._data = Layout(place.erased if erases else place.root)
         self._shard = shard
         self._spec = spec
         place.begin_task()
@@ -152,12 +157,12 @@ class ShardWriter:
                 files.
         """
         self.stage_tokens()
-        final = self._place.embedding_shard(self._shard)
+        final = self._data.embedding_shard(self._shard)
         self._stage("embeddings", final, self.embeddings.tobytes())
-        path = self._folder / "rows"
-        write_rows(path, rows)
-        where = self._place.relative(self._place.staged_rows(self._shard))
-        self.staged.append((path, FileEntry(where, *crc32c_file(path))))
+        sink = pa.BufferOutputStream()
+        pq.write_table(rows, sink, compression="zstd")
+        final = self._place.staged_rows(self._shard)
+        self._stage("rows", final, sink.getvalue().to_pybytes())
         counts = count_rows(rows)
         is_indexed = rows.filter(pc.equal(rows["status"], INDEXED))
         receipt = ShardReceipt(
@@ -177,14 +182,14 @@ class ShardWriter:
 
     def stage_tokens(self) -> None:
         """Finish the token files, write their checksum files, and stage all of them."""
-        place = self._place
         for name, file in self.tokens.items():
             crc, checksums = file.finish()
             file.close()
             ndim = len(file.codec.record_shape)
-            final = place.relative(place.token_shard(name, self._shard, ndim))
-            self.staged.append((file.path, FileEntry(final, file.length, crc)))
-            path = place.checksums(name, self._shard)
+            final = self._data.token_shard(name, self._shard, ndim)
+            entry = FileEntry(self._place.relative(final), file.length, crc)
+            self.staged.append((file.path, entry))
+            path = self._data.checksums(name, self._shard)
             self._stage(f"checksums-{name}", path, checksums.tobytes())
         self.tokens.clear()
 

@@ -29,7 +29,6 @@ from storage_formats.format.rows import (
     SOURCE_VALUES,
     RowEntry,
     rows_table,
-    write_rows,
 )
 from storage_formats.format.shard_table import write_named_file
 from storage_formats.format.tombstones import live_rows
@@ -156,8 +155,9 @@ def test_new_files_take_over_the_small_files_before_them(tmp_path):
         first = shard * SHARD_SIZE
         segments = (*spec.used_segments, Segment(first, 1))
         spec = replace(spec, rows=first + 1, segments=segments)
-        write_rows(layout.staged_rows(shard), rows_table([RowEntry(first, f"{shard}")]))
-        staged = {shard: (layout, FileEntry.of(layout, layout.staged_rows(shard)))}
+        table = rows_table([RowEntry(first, f"{shard}")])
+        pq.write_table(table, layout.staged_rows(shard))
+        staged = {shard: FileEntry.of(layout, layout.staged_rows(shard))}
         files = write_rows_files(layout, spec, index.manifest.columns, staged, index)
         kept = {*index.manifest.rows_files}
         sizes.append(

@@ -23,7 +23,6 @@ from storage_formats.format.file_check import FileEntry
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex, Manifest, RowsFile
 from storage_formats.format.places import Directory
-from storage_formats.format.rows import write_rows
 from tests.conftest import rows_path, write_arrays, write_random_index
 
 SPEC = IndexSpec(11, 4, (2, 8), 4)
@@ -61,7 +60,7 @@ def set_values(index: Path, row: int, **changes: object) -> None:
         table = table.set_column(
             column, name, pa.array(values, table.schema.field(name).type)
         )
-    write_rows(path, table)
+    pq.write_table(table, path)
     files = (RowsFile(0, FileEntry.of(layout, path)),)
     replace(manifest, rows_files=files).write(layout)
 
