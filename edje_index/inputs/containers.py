@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from edje_index.images.decode import ImageError
 from edje_index.inputs.names import (
@@ -35,7 +36,6 @@ from edje_index.inputs.names import (
 from edje_index.inputs.ranges import RangedFile, StreamWindow, Turns, open_ranged
 from edje_index.inputs.tars import Member, TarArchive, check_bytes
 from storage_formats.format.column_types import BYTES, column_kind
-from storage_formats.format.parquet import iter_batches, open_parquet
 from storage_formats.remote.urls import is_url
 
 PARQUET = "parquet"
@@ -203,7 +203,9 @@ class ParquetImages:
     def __init__(self, file: RangedFile, column: str) -> None:
         self._file = file
         with _named_damage("the Parquet file"):
-            self._parquet = open_parquet(file, buffer_size=_PARQUET_BUFFER)
+            self._parquet = pq.ParquetFile(
+                file, pre_buffer=False, buffer_size=_PARQUET_BUFFER
+            )
             leaf = image_leaf(self._parquet.schema_arrow, column)
         if leaf is None:
             raise ImageError(
@@ -248,7 +250,9 @@ class ParquetImages:
         # A batch has one row, to bound memory. A Parquet file stores a repeated value
         # once, so a batch of many rows could be much larger than the file.
         with _named_damage("the Parquet file"):
-            for batch in iter_batches(self._parquet, 1, [self._leaf], [group]):
+            for batch in self._parquet.iter_batches(
+                1, [group], [self._leaf], use_threads=False
+            ):
                 value = batch.column(0)[0].as_py()
                 yield 1, value["bytes"] if isinstance(value, dict) else value
 

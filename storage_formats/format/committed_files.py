@@ -5,8 +5,10 @@ section 5).
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -23,6 +25,9 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import ParquetRowGroups
 from storage_formats.format.shard_table import table_lines
 from storage_formats.threads import fork_safe_lock
+
+# number of Parquet files whose footers are kept in memory
+_KEPT_FOOTERS = 64
 
 
 class CommittedFiles:
@@ -41,8 +46,6 @@ class CommittedFiles:
     def __init__(self, index: CommittedIndex, name: str) -> None:
         self._name = name
         self._index = index
-        # the opened shard tables, by the number of their segment
-        self._tables: dict[int, CommittedTable] = {}
         # (length, checksum) of each file, by shard
         self._known: dict[int, tuple[int, int]] = {}
         self._lock = fork_safe_lock()
@@ -56,18 +59,17 @@ class CommittedFiles:
                 file of one of `shards`.
         """
         requested = list(shards)
-        paths = {shard: self._name.format(shard) for shard in requested}
+        files = {}
         with self._lock:
             self._look_up(sorted({*requested} - self._known.keys()))
             for shard in requested:
+                path = self._name.format(shard)
                 if shard not in self._known:
                     raise CorruptIndexError(
-                        f"no shard table lists {paths[shard]}", remedy="verify"
+                        f"no shard table lists {path}", remedy="verify"
                     )
-            return {
-                shard: FileEntry(path, *self._known[shard])
-                for shard, path in paths.items()
-            }
+                files[shard] = FileEntry(path, *self._known[shard])
+        return files
 
     def _look_up(self, shards: Sequence[int]) -> None:
         """Read the row groups of the shard tables that can list one of `shards`, in
@@ -80,46 +82,39 @@ class CommittedFiles:
         for number, of_segment in itertools.groupby(
             shards, lambda shard: bisect.bisect_right(starts, shard) - 1
         ):
-            if number not in self._tables:
-                entry = self._index.manifest.shard_tables[number]
-                self._tables[number] = CommittedTable(self._index, entry, "shard")
-            table = self._tables[number]
-            with parsing(f"the table {table.path}", EXCHANGED):
-                for group in table.groups([*of_segment]):
+            entry = self._index.manifest.shard_tables[number]
+            with parsing(f"the table {self._index.root / entry.path}", EXCHANGED):
+                for group in table_groups(self._index, entry, "shard", [*of_segment]):
                     own = group.filter(pc.starts_with(group["path"], folder))
                     for shard, file in table_lines(own):
                         if file.path == self._name.format(shard):
                             self._known[shard] = (file.bytes, file.crc32c)
 
 
-class CommittedTable:
-    """Reads row groups of a Parquet file that a manifest names. The file must have the
-    length and the checksum of its entry.
+def table_groups(
+    index: CommittedIndex,
+    entry: FileEntry,
+    key: str,
+    values: Sequence[int] | Ints | None,
+    columns: Sequence[str] | None = None,
+) -> Iterator[pa.Table]:
+    """Yield each row group of a Parquet file of an index that can contain one of
+    `values` in the integer column `key`. The file must have the length and the checksum
+    of `entry`. The caller translates errors of a damaged file, see `parsing`.
 
     Args:
-        key: name of the integer column by which `groups` selects row groups.
+        values: values of the column `key`. None reads all row groups.
+        columns: names of the columns to read. Columns that the file lacks are left out.
+            None reads all columns.
     """
+    index.fetch([entry])
+    groups = _row_groups(index.root, entry, key)
+    with open_committed(index.root, entry, only_first_use=True) as file:
+        yield from groups.read(file, values, columns)
 
-    def __init__(self, index: CommittedIndex, entry: FileEntry, key: str) -> None:
-        self.path = index.root / entry.path
-        self._index = index
-        self._entry = entry
-        self._key = key
-        self._groups: ParquetRowGroups | None = None
 
-    def groups(
-        self, values: Sequence[int] | Ints | None, columns: Sequence[str] | None = None
-    ) -> Iterator[pa.Table]:
-        """Yield each row group that can contain one of `values` in the key column. The
-        caller translates errors of a damaged file, see `parsing`.
-
-        Args:
-            values: values of the key column. None reads all row groups.
-            columns: names of the columns to read. Columns that the file lacks are left
-                out. None reads all columns.
-        """
-        self._index.fetch([self._entry])
-        with open_committed(self._index.root, self._entry, only_first_use=True) as file:
-            if self._groups is None:
-                self._groups = ParquetRowGroups(file, self._entry.bytes, self._key)
-            yield from self._groups.read(file, values, columns)
+# Reading the footer of a shard table takes as long as reading some of its row groups.
+@functools.lru_cache(_KEPT_FOOTERS)
+def _row_groups(root: Path, entry: FileEntry, key: str) -> ParquetRowGroups:
+    with open_committed(root, entry, only_first_use=True) as file:
+        return ParquetRowGroups(file, entry.bytes, key)

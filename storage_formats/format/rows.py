@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from storage_formats.arguments import as_list, did_you_mean
 from storage_formats.arrays import Ints
 from storage_formats.errors import CorruptIndexError, UsageError
-from storage_formats.format.committed_files import CommittedTable
+from storage_formats.format.committed_files import table_groups
 from storage_formats.format.file_check import (
     EXCHANGED,
     FileEntry,
@@ -218,11 +218,10 @@ def read_staged_rows(
         data = read_index_file(layout.root, path, max_bytes=most)
         if staged is not None:
             check_content(path, staged, data)
-        optional = set(schema.names) - set(ROW_SCHEMA.names)
         # `row_id` is always read: if the file lacks all requested source columns, the
         # number of rows would not be known otherwise.
         names = list(dict.fromkeys([*schema.names, "row_id"]))
-        return cast_columns(read_table(data, names, optional=optional), schema)
+        return cast_columns(read_table(data, names), schema)
 
 
 def with_values(table: pa.Table, values: pa.Table) -> pa.Table:
@@ -402,9 +401,9 @@ def _groups(
         wanted = row_ids[start:stop]
         rows_left = len(wanted)
     next_row = 0
-    table = CommittedTable(index, file.file, "row_id")
-    with parsing(f"the table {table.path}", EXCHANGED):
-        for group in table.groups(wanted, schema.names):
+    path = index.root / file.file.path
+    with parsing(f"the table {path}", EXCHANGED):
+        for group in table_groups(index, file.file, "row_id", wanted, schema.names):
             rows = cast_columns(group, schema)
             ids = row_ids_of(rows)
             if not len(ids):
@@ -439,7 +438,7 @@ def _groups(
             yield rows
     if rows_left:
         raise CorruptIndexError(
-            f"{table.path} does not list all rows of its shards", remedy="verify"
+            f"{path} does not list all rows of its shards", remedy="verify"
         )
 
 
