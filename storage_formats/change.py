@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -116,6 +117,12 @@ class Change:
         # tuples become lists.
         wanted = json.loads(json.dumps(request or {}))
         self._journal = Journal(kind, wanted, manifest_digest(layout))
+        if is_dry:
+            # Some stores refuse to say that an object is missing.
+            with contextlib.suppress(ObjectStoreError):
+                earlier = unfinished_journal(layout)
+                if earlier is not None and self.is_same(earlier):
+                    self._journal = earlier
 
     @property
     def index(self) -> CommittedIndex:
@@ -219,11 +226,6 @@ class Change:
                 not the journal of this change.
         """
         layout = self.layout
-        if self.is_dry:
-            if earlier is not None and self.is_same(earlier):
-                self._journal = earlier
-            yield
-            return
         if earlier is not None and _has_work(layout, earlier):
             if not self.is_same(earlier):
                 advice, remedy = how_to_discard(layout)
@@ -412,13 +414,7 @@ def begin_change(
     """
     if dry_run:
         index = CommittedIndex.open(root)
-        change = Change(index.place, index, kind, request, is_dry=True)
-        earlier = None
-        # Some stores refuse to say that an object is missing.
-        with contextlib.suppress(ObjectStoreError):
-            earlier = unfinished_journal(index.place)
-        with change._running(earlier):
-            yield change
+        yield Change(index.place, index, kind, request, is_dry=True)
         return
     # If there is no index, no claim is made, because that would create the directory.
     CommittedIndex.open(root)
@@ -451,30 +447,32 @@ def begin_new_index(
         UsageError: `root` holds a finished index or other files, lies inside an
             index, or cannot be written.
     """
-    with contextlib.ExitStack() as stack:
-        layout = stack.enter_context(open_place(root))
+    with open_place(root) as layout:
         check_free(layout)
         if dry_run:
-            change = Change(layout, None, kind, request, is_dry=True)
-            stack.enter_context(change._running(unfinished_journal(layout)))
-            yield change
+            yield Change(layout, None, kind, request, is_dry=True)
             return
-        stack.enter_context(layout.claimed())
-        earlier = _recover(layout)
-        if layout.manifest.exists():
-            # Only an index of arrays can be appended to by the same command.
-            remedy = "append" if kind == "import-arrays" else None
-            raise UsageError(
-                f"{layout.location} exists already; choose another directory or URL",
-                parameter="out",
-                remedy=remedy,
-            )
-        change = Change(layout, None, kind, request)
-        if earlier is not None and earlier.kind == kind and not change.is_same(earlier):
-            _discard(change, earlier, notify)
-            earlier = None
-        stack.enter_context(change._running(earlier))
-        yield change
+        with layout.claimed():
+            earlier = _recover(layout)
+            if layout.manifest.exists():
+                # Only an index of arrays can be appended to by the same command.
+                remedy = "append" if kind == "import-arrays" else None
+                raise UsageError(
+                    f"{layout.location} exists already; choose another directory or"
+                    " URL",
+                    parameter="out",
+                    remedy=remedy,
+                )
+            change = Change(layout, None, kind, request)
+            if (
+                earlier is not None
+                and earlier.kind == kind
+                and not change.is_same(earlier)
+            ):
+                _discard(change, earlier, notify)
+                earlier = None
+            with change._running(earlier):
+                yield change
 
 
 @contextlib.contextmanager
@@ -694,12 +692,12 @@ def remove_what_is_not_kept(
         if path.stem.isdecimal() and int(path.stem) < oldest
     ]
     named = {file.path for each in manifests for file in each.own_files}
-    unnamed = [
-        path
-        for own_folder in layout.own_folders()
-        for path in layout.names(own_folder)
-        if layout.relative(path) not in named
-    ]
+
+    def unnamed_in(folders: Iterable[Path]) -> list[Path]:
+        paths = itertools.chain(*map(layout.names, folders))
+        return [path for path in paths if layout.relative(path) not in named]
+
+    unnamed = unnamed_in(layout.own_folders())
     unnamed_tables = [path for path in unnamed if path.name.startswith("shards-")]
     layout.remove(dropped_manifests)
     if not tables:
@@ -708,14 +706,9 @@ def remove_what_is_not_kept(
     # names. Such files are removed even if the table itself stays.
     if shards or unnamed_tables:
         for each in manifests:
-            named.update(map(layout.relative, layout.zarr_files(each.spec)))
+            named.update(map(layout.relative, zarr_documents(layout, each.spec)))
         named.update(file.path for file in named_files(index, manifests))
-        unnamed += [
-            path
-            for folder in (*layout.shard_folders(), *layout.old_folders())
-            for path in layout.names(folder)
-            if layout.relative(path) not in named
-        ]
+        unnamed += unnamed_in([*layout.shard_folders(), *layout.old_folders()])
     return layout.remove(unnamed)
 
 

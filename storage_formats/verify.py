@@ -358,13 +358,13 @@ def files_here(index: CommittedIndex, entries: Collection[FileEntry]) -> Iterato
                 # The object does not exist. `check_file` reports the missing file.
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "wb") as file:
+            # The object may have been removed or shortened since `info` was read.
+            # `check_file` then reports the incomplete file.
+            gone = contextlib.suppress(FileNotFoundError, EOFError)
+            with open(path, "wb") as file, gone:
                 if info.size > entry.bytes:
                     file.truncate(info.size)
-                    continue
-                # The object may have been removed or shortened since `info` was read.
-                # `check_file` then reports the incomplete file.
-                with contextlib.suppress(FileNotFoundError, EOFError):
+                else:
                     file.writelines(index.remote.chunks(entry.path, info.size))
         yield
     finally:
@@ -437,17 +437,12 @@ def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
         entries = [each for each in entries if lengths.get(each.path) != each.bytes]
         found += _check_metadata(index)
     found += _check_files(index, entries)
-    problems = [f"{problem.path} {problem.message}" for problem in found]
-    if problems:
-        rest = (
-            f"; and {len(problems) - _PROBLEMS_SHOWN} more"
-            if len(problems) > _PROBLEMS_SHOWN
-            else ""
-        )
+    if found:
+        shown = [f"{each.path} {each.message}" for each in found[:_PROBLEMS_SHOWN]]
         raise CorruptIndexError(
             f"snapshot {index.manifest.snapshot.number} of {index.location} is finished"
-            f" but damaged: {'; '.join(problems[:_PROBLEMS_SHOWN])}{rest}."
-            " Restore the damaged files from a backup, or build the index again",
+            f" but damaged: {'; '.join(shown)} (problems: {len(found):,}). Restore the"
+            " damaged files from a backup, or build the index again",
             remedy="verify",
         )
 
@@ -493,7 +488,7 @@ def _check_other_files(
             )
     expected_paths = {entry.path for entry in named}
     for each in manifests:
-        expected_paths.update(map(place.relative, place.zarr_files(each.spec)))
+        expected_paths.update(map(place.relative, zarr_documents(place, each.spec)))
     for folder in place.data_folders():
         try:
             paths = place.names(folder)

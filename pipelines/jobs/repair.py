@@ -48,6 +48,7 @@ from storage_formats.format.manifest import (
 )
 from storage_formats.format.offset import Offset, write_offset
 from storage_formats.format.rows import INDEXED, read_index_rows
+from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.remote.urls import IndexLocation, local_path
 from storage_formats.verify import files_here, verify_index
 from storage_formats.writing.conversion import offset_from_tokens
@@ -132,7 +133,7 @@ def repair_index(
         layout = opened.layout
         damaged = {problem.path for problem in problems}
         differing = {each.path for each in problems if each.code in DAMAGED_FILE}
-        metadata = [layout.relative(path) for path in layout.zarr_files(opened.spec)]
+        metadata = map(layout.relative, zarr_documents(layout, opened.spec))
         repaired += [
             RepairedFile(path, "index.json") for path in metadata if path in damaged
         ]

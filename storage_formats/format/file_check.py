@@ -30,7 +30,7 @@ from storage_formats.format.index_files import (
     relative_path,
 )
 from storage_formats.format.json_values import read_json
-from storage_formats.format.layout import Layout, is_data_file
+from storage_formats.format.layout import OWN_FOLDERS, SHARD_FOLDERS, Layout
 
 EXCHANGED = (
     "the file was damaged or replaced, or the whole index was replaced while the index"
@@ -104,7 +104,8 @@ def data_path(path: str) -> str:
     Raises:
         ValueError: `path` is not the path of a file that a snapshot may name.
     """
-    if not is_data_file(relative_path(path)) or path.endswith("/zarr.json"):
+    folder = relative_path(path).partition("/")[0]
+    if folder not in (*SHARD_FOLDERS, *OWN_FOLDERS) or path.endswith("/zarr.json"):
         raise ValueError(f"{shown(path)} is not the path of a data file of an index")
     return path
 
