@@ -27,6 +27,7 @@ from storage_formats.errors import UsageError
 from storage_formats.format.checksum import crc32c, crc32c_rows
 from storage_formats.format.file_check import FileEntry
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
+from storage_formats.format.manifest import Counts
 from storage_formats.format.offset import stored_codec
 from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt
@@ -136,7 +137,7 @@ class ShardWriter:
 
     def commit(
         self,
-        rows: pa.Table,
+        rows: pa.Table | None,
         plan: str,
         seconds: dict[str, float] | None = None,
         encoded_on: str | None = None,
@@ -147,7 +148,8 @@ class ShardWriter:
         Args:
             rows: rows table with one line per row of the shard. It has the columns of
                 `storage_formats.format.rows.ROW_SCHEMA`, and source columns and
-                `SOURCE_VALUES` if there are any.
+                `SOURCE_VALUES` if there are any. None writes only token files, for a
+                conversion, which does not change the rows.
             plan: fingerprint of the plan, see `ShardReceipt`.
             seconds: time spent in each stage, see `ShardReceipt`.
             encoded_on: see `ShardReceipt`.
@@ -156,15 +158,19 @@ class ShardWriter:
             FileNotFoundError: a later attempt at the shard has removed the private
                 files.
         """
-        self.stage_tokens()
-        final = self._data.embedding_shard(self._shard)
-        self._stage("embeddings", final, self.embeddings.tobytes())
-        sink = pa.BufferOutputStream()
-        pq.write_table(rows, sink, compression="zstd")
-        final = self._place.staged_rows(self._shard)
-        self._stage("rows", final, sink.getvalue().to_pybytes())
-        counts = count_rows(rows)
-        is_indexed = rows.filter(pc.equal(rows["status"], INDEXED))
+        number = len(self._spec.shard_rows(self._shard))
+        counts = Counts(number, number, 0)
+        truncated = 0
+        if rows is not None:
+            final = self._data.embedding_shard(self._shard)
+            self._stage("embeddings", final, self.embeddings.tobytes())
+            sink = pa.BufferOutputStream()
+            pq.write_table(rows, sink, compression="zstd")
+            final = self._place.staged_rows(self._shard)
+            self._stage("rows", final, sink.getvalue().to_pybytes())
+            counts = count_rows(rows)
+            is_indexed = pc.equal(rows["status"], INDEXED)
+            truncated = len(rows["detail"].filter(is_indexed).drop_null())
         receipt = ShardReceipt(
             shard=self._shard,
             plan=plan,
@@ -174,10 +180,13 @@ class ShardWriter:
             failed=counts.failed,
             files=self.commit_files(),
             seconds=seconds or {},
-            truncated=len(is_indexed) - is_indexed["detail"].null_count,
+            truncated=truncated,
             encoded_on=encoded_on,
         )
-        self.commit_receipt(receipt)
+        # The data files are committed already, so the receipt is the only staged file.
+        final = self._place.receipt(self._shard)
+        self._stage("receipt.json", final, json_bytes(receipt.to_json()))
+        self.commit_files()
         return receipt
 
     def stage_tokens(self) -> None:
@@ -202,18 +211,6 @@ class ShardWriter:
         self.staged = []
         self._place.put(staged)
         return tuple(entry for _, entry in staged)
-
-    def commit_receipt(self, receipt: ShardReceipt) -> None:
-        """Write the receipt, which commits the shard.
-
-        Raises:
-            FileNotFoundError: a later attempt at the shard has removed the private
-                files.
-        """
-        final = self._place.receipt(receipt.shard)
-        # The data files are committed already, so the receipt is the only staged file.
-        self._stage("receipt.json", final, json_bytes(receipt.to_json()))
-        self.commit_files()
 
     def abort(self) -> None:
         """Remove the uncommitted files. Committed files stay."""
