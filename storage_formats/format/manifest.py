@@ -233,13 +233,8 @@ class Manifest:
                 " EDJE index"
             )
         format_version = str(value.get("format_version"))
-        if is_old_format(value):
-            raise UsageError(
-                f"{where} has format version {format_version}, which this version of"
-                " edje-index can only upgrade; upgrade the index",
-                remedy="upgrade",
-            )
-        if format_version.split(".")[0] != FORMAT_VERSION.split(".")[0]:
+        major = format_version.split(".")[0]
+        if major not in (*_OLD_MAJORS, FORMAT_VERSION.split(".")[0]):
             raise UsageError(
                 f"{where} has format version {format_version}, but this version of"
                 f" edje-index reads {FORMAT_VERSION}; upgrade edje-index"
@@ -248,6 +243,12 @@ class Manifest:
             raise CorruptIndexError(
                 f"{where} does not match its checksum, so the file was damaged or"
                 " edited; restore the file from a backup"
+            )
+        if is_old_format(value):
+            raise UsageError(
+                f"{where} has format version {format_version}, which this version of"
+                " edje-index can only upgrade; upgrade the index",
+                remedy="upgrade",
             )
         try:
             manifest: Manifest = read_json(
