@@ -270,7 +270,7 @@ def text_of(value: Value) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def metadata_text(metadata: Mapping[str, Value]) -> str:
+def metadata_text(metadata: Mapping[str, Value | None]) -> str:
     """Return `metadata` as JSON with sorted keys. Timestamps are written in ISO
     8601.
     """
@@ -287,9 +287,7 @@ def source_values_text(values: Mapping[str, Value | None]) -> str | None:
     """Return the text that a row stores in `SOURCE_VALUES`: the values that the sources
     gave to the columns that users have set, as a JSON object. None if there are none.
     """
-    if not values:
-        return None
-    return json.dumps(values, ensure_ascii=False, sort_keys=True, default=text_of)
+    return metadata_text(values) if values else None
 
 
 def values_of_sources(

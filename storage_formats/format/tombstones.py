@@ -92,15 +92,6 @@ class Tombstones:
             )
         shards = np.frombuffer(data, dtype="<i8", count=count).astype(np.int64)
         bits = np.frombuffer(data, dtype=np.uint8, offset=8 * count)
-        if count and (
-            shards[0] < 0
-            or shards[-1] >= spec.shards
-            or not (np.diff(shards) > 0).all()
-        ):
-            raise ValueError(
-                "the shard numbers in the file of deleted rows are not ascending, or"
-                f" not in 0..{spec.shards - 1}"
-            )
         is_deleted = np.unpackbits(
             bits.reshape(count, width),
             axis=1,
@@ -109,8 +100,13 @@ class Tombstones:
         )
         lines, positions = np.nonzero(is_deleted)
         row_ids = shards[lines] * spec.shard_size + positions
-        if not rows_in_use(row_ids, spec).all():
-            raise ValueError("the file of deleted rows contains rows outside the index")
+        # A row id is not negative, and larger than the one before it.
+        ascends = (np.diff(row_ids, prepend=-1) > 0).all()
+        if not (ascends and rows_in_use(row_ids, spec).all()):
+            raise ValueError(
+                "the rows in the file of deleted rows do not ascend, or lie outside the"
+                " index"
+            )
         return cls(row_ids)
 
 
