@@ -21,7 +21,15 @@ from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import crc32c_rows, read_checksums
 from storage_formats.format.file_check import FileEntry, Problem, check_file
 from storage_formats.format.index_files import IndexFile
-from storage_formats.format.layout import ROOT, IndexSpec, Layout, padded_shard_bytes
+from storage_formats.format.layout import (
+    EMBEDDING_FILE,
+    ROOT,
+    IndexSpec,
+    Layout,
+    checksum_file,
+    padded_shard_bytes,
+    token_file,
+)
 from storage_formats.format.manifest import (
     CommittedIndex,
     Counts,
@@ -218,12 +226,11 @@ def check_shard(
     layout = index.layout
     spec = index.spec
     codecs = [codec(name, spec.block_shape) for name in spec.precisions]
-    paths = [layout.embedding_shard(shard)]
+    expected = [EMBEDDING_FILE]
     for each in codecs:
-        ndim = len(each.record_shape)
-        paths += [layout.token_shard(each.name, shard, ndim)]
-        paths += [layout.checksums(each.name, shard)]
-    expected = [layout.relative(path) for path in paths]
+        expected += [token_file(each.name, len(each.record_shape))]
+        expected += [checksum_file(each.name)]
+    expected = [name.format(shard) for name in expected]
     problems = [
         Problem(path, "shard-table", "is not listed in the shard table")
         for path in expected
@@ -264,15 +271,15 @@ def _check_tokens(
     Args:
         indexed: bool [rows], which rows of the shard are indexed.
     """
-    path = layout.token_shard(token_codec.name, shard, len(token_codec.record_shape))
+    name = token_file(token_codec.name, len(token_codec.record_shape))
+    where = name.format(shard)
     rows = spec.shard_rows(shard)
-    where = layout.relative(path)
     size = token_codec.record_bytes
     index_offset, length = padded_shard_bytes(len(rows), spec.shard_size, size)
     step = max(1, _PIECE_BYTES // size)
     try:
         checksums = read_checksums(layout, token_codec.name, shard, len(rows))
-        with IndexFile(layout.root, path) as file:
+        with IndexFile(layout.root, layout.root / where) as file:
             if os.fstat(file.fileno()).st_size != length:
                 # `check_file` reports the wrong length.
                 return
@@ -311,7 +318,7 @@ def _check_embeddings(
     """Check that the rows `indexed`, bool [rows], have embeddings, and that all other
     rows have none.
     """
-    where = layout.relative(layout.embedding_shard(shard))
+    where = EMBEDDING_FILE.format(shard)
     try:
         values = read_shard_embeddings(layout, spec, shard)
     except CorruptIndexError:
