@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from edje_index.images.decode import ImageError
+from edje_index.inputs.column_types import BYTES, column_kind
 from edje_index.inputs.names import (
     MAX_SIDECAR_BYTES,
     SIDECAR_SUFFIXES,
@@ -35,7 +36,6 @@ from edje_index.inputs.names import (
 )
 from edje_index.inputs.ranges import RangedFile, StreamWindow, Turns, open_ranged
 from edje_index.inputs.tars import Member, TarArchive, check_bytes
-from storage_formats.format.column_types import BYTES, column_kind
 from storage_formats.remote.urls import is_url
 
 PARQUET = "parquet"

@@ -32,6 +32,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from edje_index.images.decode import HEAD_BYTES, image_format, undecoded_format
+from edje_index.inputs.column_types import BYTES, TEXT, column_kind
 from edje_index.inputs.containers import image_leaf
 from edje_index.inputs.json_lines import parse_json_lines
 from edje_index.inputs.names import file_name
@@ -39,7 +40,6 @@ from edje_index.inputs.ranges import RangedFile, open_file, open_ranged
 from edje_index.inputs.refs import MAX_INPUT_BYTES
 from storage_formats.atomic import Json
 from storage_formats.errors import UsageError
-from storage_formats.format.column_types import BYTES, TEXT, column_kind
 from storage_formats.format.source_columns import (
     CAPTION_COLUMNS,
     PlainText,
