@@ -85,8 +85,9 @@ def describe_index(root: Path | str) -> Json:
     manifest = index.manifest
     counts = manifest.counts
     bytes_by_folder: Counter[str] = Counter()
-    files_of_shards = chain(*(each.values() for each in index.shard_files().values()))
-    for file in (*files_of_shards, *manifest.ann_files):
+    by_shard = index.shard_files().values()
+    of_shards = chain.from_iterable(files.values() for files in by_shard)
+    for file in chain(of_shards, manifest.ann_files):
         bytes_by_folder[file.path.rpartition("/")[0]] += file.bytes
     # The number of values is None for the standard columns.
     columns = [

@@ -630,7 +630,7 @@ def _column(field: pa.Field, values: Sequence[Any]) -> list[Any]:
     """
     try:
         column = pa.array([*map(python_value, values)]).cast(field.type)
-    except (pa.ArrowException, ValueError, TypeError) as error:
+    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         raise UsageError(
             f"column {field.name} of rows cannot be converted to {field.type}: {error}"
         ) from error
