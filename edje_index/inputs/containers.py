@@ -1,8 +1,9 @@
 """Reads inputs that are packed in containers: archives and Parquet files.
 
 `ARCHIVES` lists the kinds of archives. To add a kind, write a class like `ZipArchive`,
-and add an entry to `ARCHIVES`. If the class reads only headers to list the members, add
-the suffix of the new kind to `TreeSource` in `pipelines.sources.kinds`, too.
+and add entries to `ARCHIVES` and `ARCHIVE_SUFFIXES`. If the class reads only headers to
+list the members, add the suffix of the new kind to `TreeSource` in
+`pipelines.sources.kinds`, too.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ from edje_index.inputs.tars import Member, TarArchive, check_bytes
 from storage_formats.remote.urls import is_url
 
 PARQUET = "parquet"
-PARQUET_SUFFIX = ".parquet"
 
 MAX_EXPANSION = 100
 FREE_EXPANSION = 16 << 20
@@ -156,10 +156,6 @@ class ZipArchive:
             raise ImageError(problem, "found while planning")
         return info
 
-    def close(self) -> None:
-        self._archive.close()
-        self._file.close()
-
 
 def _zip_problem(info: zipfile.ZipInfo) -> str | None:
     """Return the reason why a member cannot be read; None if it can be read."""
@@ -241,10 +237,6 @@ class ParquetImages:
             raise ImageError("changed-since-plan", f"the file has no image {offset}")
         return items[0].data
 
-    def close(self) -> None:
-        self._parquet.close()
-        self._file.close()
-
     def _images(self, group: int) -> Iterator[tuple[int, bytes | None]]:
         """Yield (1, bytes of the image) for each row of row group `group`."""
         # A batch has one row, to bound memory. A Parquet file stores a repeated value
@@ -277,34 +269,32 @@ def image_leaf(schema: Any, column: str) -> str | None:
     return leaf if column_kind(arrow_type) == BYTES else None
 
 
-ARCHIVES: dict[str, tuple[Callable[[RangedFile], Archive], tuple[str, ...]]] = {
-    "tar": (
-        TarArchive,
-        (
-            ".tar",
-            ".tar.gz",
-            ".tgz",
-            ".tar.bz2",
-            ".tbz2",
-            ".tar.xz",
-            ".txz",
-            ".tar.zst",
-            ".tzst",
-        ),
-    ),
-    "zip": (ZipArchive, (".zip",)),
+ARCHIVES: dict[str, Callable[[RangedFile], Archive]] = {
+    "tar": TarArchive,
+    "zip": ZipArchive,
 }
-"""Kind of an archive -> (function that opens an archive, suffixes). The function raises
-ImageError if the archive is damaged.
+"""Kind of an archive -> function that opens it, or raises ImageError if the archive is
+damaged.
 """
 
-ARCHIVE_SUFFIXES = tuple(
-    suffix for _, suffixes in ARCHIVES.values() for suffix in suffixes
-)
+ARCHIVE_SUFFIXES = {
+    ".tar": "tar",
+    ".tar.gz": "tar",
+    ".tgz": "tar",
+    ".tar.bz2": "tar",
+    ".tbz2": "tar",
+    ".tar.xz": "tar",
+    ".txz": "tar",
+    ".tar.zst": "tar",
+    ".tzst": "tar",
+    ".zip": "zip",
+}
+"""Suffix of an archive -> kind."""
+
+_SUFFIXES = {**ARCHIVE_SUFFIXES, ".parquet": PARQUET}
 # the suffix of a container in front of the "!" of a uri, see `split_uri`
 _MEMBER_MARK = re.compile(
-    f"(?:{'|'.join(map(re.escape, (*ARCHIVE_SUFFIXES, PARQUET_SUFFIX)))})(?=!)",
-    re.IGNORECASE,
+    f"(?:{'|'.join(map(re.escape, _SUFFIXES))})(?=!)", re.IGNORECASE
 )
 
 
@@ -402,12 +392,8 @@ def container_kind(name: str) -> str | None:
     has this suffix.
     """
     name = file_name(name).lower()
-    if name.endswith(PARQUET_SUFFIX):
-        return PARQUET
-    return next(
-        (kind for kind, (_, suffixes) in ARCHIVES.items() if name.endswith(suffixes)),
-        None,
-    )
+    kinds = (kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix))
+    return next(kinds, None)
 
 
 def split_uri(uri: str) -> tuple[str, str] | None:
@@ -468,4 +454,4 @@ def _open(path: bytes, container: Container) -> Archive | ParquetImages:
         raise ImageError("changed-since-plan", f"the file has {file.length} bytes now")
     if container.kind == PARQUET:
         return ParquetImages(file, container.column)
-    return ARCHIVES[container.kind][0](file)
+    return ARCHIVES[container.kind](file)

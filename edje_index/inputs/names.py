@@ -35,6 +35,8 @@ object of values, and a `.txt` file contains one caption per line.
 
 MAX_SIDECAR_BYTES = 1 << 20
 
+_LITTER = (b"@eaDir", b"#recycle", b"__MACOSX")
+
 
 def file_name(spec: str) -> str:
     """Return `spec`, the path or URL of a file. The query and the fragment of a web URL
@@ -53,13 +55,12 @@ def has_input_suffix(name: bytes, clips: bool) -> bool:
     return suffix in IMAGE_SUFFIXES or (clips and suffix in VIDEO_SUFFIXES)
 
 
-def is_litter(directory: bytes) -> bool:
-    """Return True for the name of a directory that a NAS, an archiver or a photo
-    program fills with thumbnails, deleted files or previews.
+def is_hidden(name: bytes) -> bool:
+    """Return True for the name of a hidden file or directory, and for that of a
+    directory that a NAS, an archiver or a photo program fills with thumbnails, deleted
+    files or previews.
     """
-    return directory in (b"@eaDir", b"#recycle", b"__MACOSX") or directory.endswith(
-        b".lrdata"
-    )
+    return name.startswith(b".") or name.endswith(b".lrdata") or name in _LITTER
 
 
 def sample_of(name: bytes) -> bytes:

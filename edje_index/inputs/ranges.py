@@ -102,12 +102,8 @@ class RangedFile(io.RawIOBase):
         return data
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        position = (
-            offset
-            + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.length}[
-                whence
-            ]
-        )
+        starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.length}
+        position = starts[whence] + offset
         if position < 0:
             # Other file objects raise OSError, too. `zipfile` relies on this error,
             # because it seeks to a position before the first byte of a short file.

@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 
 from edje_index.images.decode import HEAD_BYTES, image_format, undecoded_format
 from edje_index.inputs.column_types import BYTES, TEXT, column_kind
-from edje_index.inputs.containers import image_leaf
+from edje_index.inputs.containers import PARQUET, Container, image_leaf
 from edje_index.inputs.json_lines import parse_json_lines
 from edje_index.inputs.names import file_name
 from edje_index.inputs.ranges import RangedFile, open_file, open_ranged
@@ -99,14 +99,15 @@ class Entry(NamedTuple):
         number: line or row of the entry, counted from 1.
         values: values by column name. Without the column of images, if `image` is set.
         image: name of the image: a str or bytes if it is valid. None if there is none.
-        has_bytes: True if the table holds the bytes of the image.
+        container: how the table packs the bytes of the image; None if it does not have
+            them.
         problem: why the entry, or a part of it, cannot be used; empty if it can.
     """
 
     number: int
     values: Json
     image: Any = None
-    has_bytes: bool = False
+    container: Container | None = None
     problem: str = ""
 
 
@@ -124,10 +125,7 @@ class Table:
     Attributes:
         column: the column of images, once `check` or `entries` has selected it.
         has_bytes: True if `column` holds the bytes of images.
-        length: number of bytes of a Parquet file, once `entries` has opened it.
     """
-
-    length: int
 
     def __init__(
         self,
@@ -142,12 +140,7 @@ class Table:
         self.suffix = os.path.splitext(file_name(path))[1].lower()
         if path == STANDARD_INPUT:
             self.suffix = ".txt"
-        self._images_only = images_only
-
-    @property
-    def unit(self) -> str:
-        """What the number of an entry counts: "line" or "row"."""
-        return "row" if self.suffix in (".parquet", ".json") else "line"
+        self.images_only = images_only
 
     def check(self) -> None:
         """Select the column of images.
@@ -339,14 +332,27 @@ class Table:
                     yield number, row
 
     def _select_parquet(self, parquet: Any) -> None:
-        """Select the column of images of an open Parquet file."""
+        """Select the column of images of an open Parquet file. If several columns hold
+        images, it is the one with a usual name, such as "image".
+        """
         schema = parquet.schema_arrow
-        if self._images_only and self.column not in schema.names:
+        if self.images_only and self.column not in schema.names:
             self.column = None
-        images = _image_column(parquet, self.path, self.column)
-        self.has_bytes = images is not None
-        if self.has_bytes or self._images_only:
-            self.column = images
+        with_images = [
+            name
+            for name in schema.names
+            if self.column in (None, name) and _holds_images(parquet, name)
+        ]
+        preferred = [name for name in _PREFERRED if name in with_images]
+        if len(with_images) > 1 and not preferred:
+            raise UsageError(
+                f"{self.path} has several columns of images"
+                f" ({', '.join(with_images)}); name the column to index",
+                parameter="column",
+            )
+        self.has_bytes = bool(with_images)
+        if with_images or self.images_only:
+            self.column = next(iter([*preferred, *with_images]), None)
         else:
             kinds = (TEXT, BYTES)
             self._select(
@@ -355,7 +361,6 @@ class Table:
 
     def _parquet_entries(self, count: Count) -> Iterator[Entry]:
         with open_table(os.fsencode(self.path)) as (file, parquet):
-            self.length = file.length
             self._select_parquet(parquet)
             if self.column is None:
                 count(self.suffix)
@@ -368,17 +373,17 @@ class Table:
             rows = parquet_rows(
                 parquet, [*names, self.column], at_once, [*names, *leaves]
             )
+            container = Container(PARQUET, file.length, self.column)
             for number, fields in enumerate(rows, 1):
                 values = dict(zip(names, fields, strict=False))
                 image = fields[-1]
+                has_bytes = self.has_bytes and image is not None
                 if isinstance(image, dict):
-                    if image.get("path"):
-                        values.setdefault(f"{self.column}_path", image["path"])
                     has_bytes = image.get("bytes", b"") is not None
                     image = image.get("path")
-                else:
-                    has_bytes = self.has_bytes and image is not None
-                yield Entry(number, values, image, has_bytes)
+                    if image:
+                        values.setdefault(f"{self.column}_path", image)
+                yield Entry(number, values, image, container if has_bytes else None)
 
 
 def _leaves_to_list(parquet: Any, column: str) -> tuple[list[str], int]:
@@ -389,16 +394,12 @@ def _leaves_to_list(parquet: Any, column: str) -> tuple[list[str], int]:
     leaf = image_leaf(parquet.schema_arrow, column)
     paths = [parquet.schema.column(at).path for at in range(len(parquet.schema))]
     groups = map(parquet.metadata.row_group, range(parquet.metadata.num_row_groups))
-    statistics = (group.column(paths.index(leaf)).statistics for group in groups)
-    needed = [f"{column}.path"]
-    rows = _ROWS
-    if any(
-        each is None or not each.has_null_count or each.null_count
-        for each in statistics
-    ):
-        needed.append(str(leaf))
-        rows = _ROWS_WITH_IMAGES
-    return [path for path in paths if path in needed], rows
+    statistics = [group.column(paths.index(leaf)).statistics for group in groups]
+    has_counts = all(each is not None and each.has_null_count for each in statistics)
+    if has_counts and not any(each.null_count for each in statistics):
+        return [path for path in paths if path == f"{column}.path"], _ROWS
+    needed = (leaf, f"{column}.path")
+    return [path for path in paths if path in needed], _ROWS_WITH_IMAGES
 
 
 def _identity(entry: Entry) -> object:
@@ -406,7 +407,7 @@ def _identity(entry: Entry) -> object:
     split.
     """
     has_captions = bool(captions_of(entry.values))
-    if entry.image is None or entry.has_bytes or entry.problem or not has_captions:
+    if entry.image is None or entry.container or entry.problem or not has_captions:
         return entry.number
     return entry.image, entry.values.get(SPLIT)
 
@@ -542,38 +543,15 @@ def open_table(path: bytes) -> Iterator[tuple[RangedFile, Any]]:
         yield file, parquet
 
 
-def _image_column(parquet: Any, path: str, column: str | None) -> str | None:
-    """Return the column of an open Parquet file that holds the bytes of images; None if
-    there is none.
+def _holds_images(parquet: Any, name: str) -> bool:
+    """Return True if a column of an open Parquet file holds the bytes of images.
 
     A column holds images if Hugging Face Datasets recorded the type Image for it.
     Without a recorded type, a binary column holds images if one of its first 100 values
     that are not empty begins like an image file. The same rule holds for the binary
     field `bytes` of a struct column. A struct column whose `bytes` are all empty also
     counts as a column of images, because its field `path` can name image files.
-
-    If `column` is given, only this column is examined. If several columns hold images,
-    the column with a usual name, such as "image", is returned.
-
-    Raises:
-        UsageError: several columns hold images, and none of them has a usual name.
     """
-    with_images = [
-        name
-        for name in parquet.schema_arrow.names
-        if column in (None, name) and _holds_images(parquet, name)
-    ]
-    preferred = [name for name in _PREFERRED if name in with_images]
-    if len(with_images) > 1 and not preferred:
-        raise UsageError(
-            f"{path} has several columns of images ({', '.join(with_images)}); name the"
-            " column to index",
-            parameter="column",
-        )
-    return next(iter([*preferred, *with_images]), None)
-
-
-def _holds_images(parquet: Any, name: str) -> bool:
     leaf = image_leaf(parquet.schema_arrow, name)
     if leaf is None:
         return False

@@ -213,10 +213,6 @@ class TarArchive:
             for chunk in chunks
         )
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
     def _chunks(self, decompress: Callable[[Any], Any]) -> Iterator[tuple[int, bytes]]:
         """Yield (length, content) of the chunks of the decompressed archive. Errors of
         the operating system stay unchanged.

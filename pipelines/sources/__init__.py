@@ -116,13 +116,9 @@ def open_sources(
             parameter="column",
         )
     for source, other in _contained(sources):
-        if _real_path(source) == _real_path(other):
-            raise SourceError(
-                f"{other.spec} and {source.spec} are the same source; name this source"
-                " once"
-            )
         raise SourceError(
-            f"{source.spec} is inside {other.spec}; leave out one of these sources"
+            f"{other.spec} contains all inputs of {source.spec}; leave out one of these"
+            " sources"
         )
     return sources
 
@@ -284,9 +280,7 @@ class Listing:
     @property
     def ignored(self) -> dict[str, int]:
         """Number of entries that are not inputs, by suffix or reason."""
-        total: Counter[str] = Counter()
-        for source in self.sources:
-            total.update(source.ignored)
+        total = sum((Counter(source.ignored) for source in self.sources), Counter())
         return dict(sorted(total.items()))
 
 

@@ -4,7 +4,6 @@ inputs, and inputs that are whole files.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import stat
@@ -25,7 +24,7 @@ from edje_index.inputs.containers import split_uri
 from edje_index.inputs.names import (
     filled,
     has_input_suffix,
-    is_litter,
+    is_hidden,
     parse_sidecars,
 )
 from edje_index.inputs.ranges import PointerError
@@ -60,7 +59,7 @@ class Patterns:
         exclude: inputs that match are not used.
 
     Attributes:
-        unmatched: patterns that no input has matched so far.
+        unmatched: patterns that no input has matched so far, compiled.
 
     Raises:
         UsageError: a pattern is not valid.
@@ -71,20 +70,19 @@ class Patterns:
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
     ) -> None:
-        self.unmatched = [*include, *exclude]
+        self.unmatched: dict[str, Any] = {}
         self._include: Any = None
         self._exclude: Any = None
-        if not self.unmatched:
+        if not include and not exclude:
             return
         with name_missing_extra("build"):
             from pathspec import GitIgnoreSpec
         try:
             self._include = GitIgnoreSpec.from_lines(include) if include else None
             self._exclude = GitIgnoreSpec.from_lines(exclude)
-            self._single = {
-                pattern: GitIgnoreSpec.from_lines([pattern.removeprefix("!")])
-                for pattern in self.unmatched
-            }
+            for pattern in (*include, *exclude):
+                spec = GitIgnoreSpec.from_lines([pattern.removeprefix("!")])
+                self.unmatched[pattern] = spec
         except ValueError as error:
             raise UsageError(
                 f"a pattern is not valid: {error}; write patterns as in .gitignore",
@@ -98,11 +96,10 @@ class Patterns:
         """Return True if the input with this path in its source is used. There must be
         patterns.
         """
-        for pattern in list(self.unmatched):
-            if self._single[pattern].match_file(path):
+        for pattern, spec in list(self.unmatched.items()):
+            if spec.match_file(path):
                 # Another thread may have removed it.
-                with contextlib.suppress(ValueError):
-                    self.unmatched.remove(pattern)
+                self.unmatched.pop(pattern, None)
         is_included = self._include is None or self._include.match_file(path)
         return bool(is_included and not self._exclude.match_file(path))
 
@@ -282,7 +279,7 @@ def ignored_as(
     parts = [part for part in parts if part not in (b"", b".", b"..")]
     if not parts:
         return "(not a file)"
-    if any(part.startswith(b".") or is_litter(part) for part in parts):
+    if any(map(is_hidden, parts)):
         return "(hidden)"
     if has_input_suffix(name, clips):
         return None
@@ -314,13 +311,16 @@ def file_input(
     if is_url(path):
         require_libraries(os.fsdecode(path))
         return InputRef(uri, path, size=size, metadata=metadata)
+    problem = None
     try:
         status = os.stat(path)
+        if stat.S_ISREG(status.st_mode):
+            size = status.st_size
+        else:
+            problem = "unreadable"
     except (OSError, ValueError) as error:
-        return InputRef(uri, path, problem=problem_of(error), metadata=metadata)
-    if not stat.S_ISREG(status.st_mode):
-        return InputRef(uri, path, problem="unreadable", metadata=metadata)
-    return InputRef(uri, path, size=status.st_size, metadata=metadata)
+        problem = problem_of(error)
+    return InputRef(uri, path, size=size, problem=problem, metadata=metadata)
 
 
 def listed_input(value: Any, directory: bytes) -> InputRef | None:
@@ -418,10 +418,8 @@ def lost_file(source: Source, error: Exception) -> InputRef:
     """
     # An OSError without a number does not come from the system: pyarrow raises it for a
     # damaged file.
-    is_damage = not isinstance(error, OSError | ImageError) or (
-        isinstance(error, OSError) and error.errno is None
-    )
-    problem = "damaged-archive" if is_damage else problem_of(error)
+    is_reason = isinstance(error, ImageError) or getattr(error, "errno", None)
+    problem = problem_of(error) if is_reason else "damaged-archive"
     if is_url(source.path) and problem in ("missing", "unreadable"):
         raise unreadable(source.spec, error) from error
     return InputRef(display_path(source.path), source.path, problem=problem)

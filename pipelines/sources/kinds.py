@@ -32,7 +32,7 @@ from edje_index.inputs.names import (
     SIDECAR_SUFFIXES,
     file_name,
     has_input_suffix,
-    is_litter,
+    is_hidden,
     join_sidecars,
     sidecar_names,
 )
@@ -69,7 +69,6 @@ _FileId = tuple[int, int]
 # name of an input -> suffix of a metadata file -> name of the metadata file
 _Sidecars = dict[bytes, dict[str, bytes]]
 
-_LITTER = "(thumbnails, trash)"
 _NO_IMAGE = "(row without an image)"
 # Tables with the metadata of the images in a directory, as Hugging Face Datasets reads
 # them. Their column `_NAME` names the images.
@@ -137,8 +136,8 @@ class TreeSource(Source):
             return
         # paths of each directory, archive and Parquet file that was read
         self._visited: dict[_FileId, list[bytes]] = {}
-        # directory -> names of its files that were used through a link
-        self._linked: dict[_FileId, set[bytes]] = {}
+        # the files that were used through a link
+        self._linked: set[_FileId] = set()
         # path of a photo in a metadata table, without links -> its values
         self._listed: dict[bytes, dict[Any, Any]] = {}
         # directories whose metadata table is damaged
@@ -184,15 +183,10 @@ class TreeSource(Source):
         else:
             self._scan(directory)
         for name in list(directory.directories):
-            if not name:
-                self.ignored.count("(no name)")
-            elif name.startswith(b"."):
+            # On a server, a name may be empty.
+            if not name or is_hidden(name):
                 self.ignored.count("(hidden)")
-            elif is_litter(name):
-                self.ignored.count(_LITTER)
-            else:
-                continue
-            del directory.directories[name]
+                del directory.directories[name]
         # In the cache of the Hub, the files in `snapshots` are links to `blobs`, where
         # no file has its name.
         if directory.directories.keys() >= _HUB_CACHE:
@@ -374,7 +368,7 @@ class TreeSource(Source):
             with open_ranged(
                 self.path, only_headers=name.endswith((".tar", ".zip"))
             ) as file:
-                archive = ARCHIVES[kind][0](file)
+                archive = ARCHIVES[kind](file)
                 container = Container(kind, file.length)
                 for member, contents in members_with_sidecars(archive, self.clips):
                     key = ignored_as(
@@ -424,23 +418,22 @@ class TreeSource(Source):
         """Return True if a file is used under another path, too. If `name` is a link,
         record its target as used.
         """
+        path = os.path.join(directory.path, name)
         if name not in directory.links:
-            if self._linked and name in self._linked.get(_file_id(directory.path), ()):
+            if self._linked and _file_id(path) in self._linked:
                 return True
             return self._is_used(f"/{display_path(name)}", directory.earlier)
-        path = os.path.join(directory.path, name)
         if not os.path.isfile(path):
             return False
-        target_directory, target = os.path.split(os.path.realpath(path))
-        home = _file_id(target_directory)
+        folder, target = os.path.split(os.path.realpath(path))
+        earlier = self._visited.get(_file_id(folder), ())
         if (
-            self._is_used(f"/{display_path(target)}", self._visited.get(home, ()))
+            self._is_used(f"/{display_path(target)}", earlier)
             and ignored_as(target, lambda: read_head(path), clips=self.clips) is None
         ):
             return True
-        used = self._linked.setdefault(home, set())
-        is_repeated = target in used
-        used.add(target)
+        is_repeated = _file_id(path) in self._linked
+        self._linked.add(_file_id(path))
         return is_repeated
 
 
@@ -467,7 +460,6 @@ class TableSource(Source):
         clips: bool = False,
     ) -> None:
         super().__init__(spec, column=column, clips=clips)
-        self.images_only = images_only
         self.table = Table(os.fsdecode(self.path), column, images_only=images_only)
 
     def _iter_inputs(self) -> Iterator[InputRef]:
@@ -477,24 +469,23 @@ class TableSource(Source):
         directory = os.path.dirname(name) or os.getcwdb()
         try:
             for entry in table.entries(self.ignored.count):
-                uri = f"{display_path(self.path)}#{entry.number}"
                 ref: InputRef | None
-                if entry.has_bytes:
+                if entry.container is not None:
                     row = entry.number - 1
-                    container = Container(PARQUET, table.length, table.column or "")
                     uri = f"{display_path(self.path)}!{table.column}/{row}"
-                    ref = InputRef(uri, self.path, container, row)
+                    ref = InputRef(uri, self.path, entry.container, row)
                 elif table.has_bytes and not entry.image:
                     self.ignored.count(_NO_IMAGE)
                     continue
                 else:
                     ref = listed_input(entry.image, directory)
                 if ref is None:
+                    uri = f"{display_path(self.path)}#{entry.number}"
                     ref = InputRef(uri, self.path, problem="bad-list-line")
                 metadata = self._metadata(ref.uri, {}, entry.values)
                 yield replace(ref, metadata=metadata)
         except (OSError, ValueError, EOFError, pa.ArrowException) as error:
-            if not (table.has_bytes or self.images_only):
+            if not (table.has_bytes or table.images_only):
                 raise unreadable(self.spec, error) from error
             yield lost_file(self, error)
 

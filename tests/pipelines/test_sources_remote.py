@@ -357,7 +357,7 @@ def test_folders_of_a_bucket_without_a_name_or_without_a_list(
             "s3://photos/b.jpg",
             "s3://photos/sub/c.jpg",
         ]
-        assert source.ignored["(no name)"] == 1
+        assert source.ignored["(hidden)"] == 1
         pages["sub/"] = "<html>Please accept the terms</html>"
         with pytest.raises(TransientInputError, match="/sub: the server lists"):
             list(source.iter_inputs())
