@@ -203,14 +203,13 @@ def _table_entries(path: Path) -> Iterator[_Located]:
                 name = os.fsdecode(name)
                 # An escape in JSON can stand for a lone surrogate, which no file name
                 # has.
-                is_name = name != "" and b"\0" not in os.fsencode(name)
-            except (TypeError, UnicodeEncodeError):
-                is_name = False
-            if not is_name:
+                if not name or b"\0" in os.fsencode(name):
+                    raise ValueError("no name of a file")
+            except (TypeError, ValueError) as error:
                 raise UsageError(
                     f"{where}: the entry has no file name in '{table.column}', but"
                     f" {name!r}"
-                )
+                ) from error
             yield where, name, entry.values
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UsageError(

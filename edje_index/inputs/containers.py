@@ -33,7 +33,6 @@ from edje_index.inputs.names import (
     file_name,
     join_sidecars,
     sample_of,
-    sidecar_names,
 )
 from edje_index.inputs.ranges import RangedFile, StreamWindow, Turns, open_ranged
 from edje_index.inputs.tars import Member, TarArchive, check_bytes
@@ -329,7 +328,8 @@ def members_with_sidecars(
             name = member.name
             if name in names or sample_of(name) != key:
                 # Contents that may not be needed are dropped, to bound memory.
-                for unused in names - sidecar_names(join_sidecars(names, clips)):
+                _, used = join_sidecars(names, clips)
+                for unused in names - used:
                     contents.pop((number, unused), None)
                 number += 1
                 key = sample_of(name)
@@ -342,8 +342,7 @@ def members_with_sidecars(
                 contents[number, name] = _sidecar(archive, member)
     except ImageError as error:
         damage = error
-    joined = join_sidecars([member.name for _, member in members], clips)
-    used = sidecar_names(joined)
+    joined, used = join_sidecars([member.name for _, member in members], clips)
     first: dict[bytes, bytes | None] = {}
     for number, member in members:
         name = member.name

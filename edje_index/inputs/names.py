@@ -71,9 +71,12 @@ def sample_of(name: bytes) -> bytes:
     return folder + slash + base.partition(b".")[0]
 
 
-def join_sidecars(names: Iterable[bytes], clips: bool) -> dict[bytes, dict[str, bytes]]:
+def join_sidecars(
+    names: Iterable[bytes], clips: bool
+) -> tuple[dict[bytes, dict[str, bytes]], set[bytes]]:
     """Return a dictionary from the name of each input to the names of its metadata
-    files by suffix. The same rule holds for a directory, a tar and a zip.
+    files by suffix, and the names of all these files. The same rule holds for a
+    directory, a tar and a zip.
 
     NAME.txt and NAME.json belong to the input NAME.jpg, or to NAME with another input
     suffix or without a suffix. If there is no such input, they belong to all inputs of
@@ -94,18 +97,15 @@ def join_sidecars(names: Iterable[bytes], clips: bool) -> dict[bytes, dict[str, 
             inputs[name] = stem
     stems = set(inputs.values())
     joined: dict[bytes, dict[str, bytes]] = {}
+    used: set[bytes] = set()
     for name, stem in inputs.items() if sidecars else ():
         sample = sample_of(name)
         shared = {} if sample in stems else sidecars.get(sample, {})
         # Metadata files with the exact name of the input win over those of the sample.
         if of_input := shared | sidecars.get(stem, {}):
             joined[name] = of_input
-    return joined
-
-
-def sidecar_names(joined: Mapping[bytes, Mapping[str, bytes]]) -> set[bytes]:
-    """Return the names of the metadata files in a result of `join_sidecars`."""
-    return {name for sidecars in joined.values() for name in sidecars.values()}
+            used.update(of_input.values())
+    return joined, used
 
 
 def parse_sidecars(contents: Mapping[str, bytes | None]) -> tuple[Json, list[str]]:

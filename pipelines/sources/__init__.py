@@ -455,12 +455,14 @@ def _contained(sources: Sequence[Source]) -> Iterator[tuple[Source, Source]]:
         while parent not in folders and parent != os.path.dirname(parent):
             parent = os.path.dirname(parent)
         outer = folders.get(parent)
+        if outer is None:
+            continue
         # A directory source reads an archive or a Parquet file only if there are no
         # images or clips beside it, and no list.
         is_part = isinstance(source, TreeSource)
-        if outer is not None and is_packed(source):
+        if is_packed(source):
             is_part = not is_url(path) and not holds_inputs(
                 names_in(os.path.dirname(path)), source.clips
             )
-        if outer is not None and is_part:
+        if is_part:
             yield source, outer

@@ -34,7 +34,6 @@ from edje_index.inputs.names import (
     has_input_suffix,
     is_hidden,
     join_sidecars,
-    sidecar_names,
 )
 from edje_index.inputs.ranges import open_file, open_ranged
 from edje_index.inputs.refs import InputRef, display_path
@@ -131,8 +130,7 @@ class TreeSource(Source):
 
     def _iter_inputs(self) -> Iterator[InputRef]:
         if not self.is_directory:
-            is_archive = container_kind(self.spec) is not None
-            yield from self._members() if is_archive else [file_input(self.path)]
+            yield from self._members() if is_packed(self) else [file_input(self.path)]
             return
         # paths of each directory, archive and Parquet file that was read
         self._visited: dict[_FileId, list[bytes]] = {}
@@ -165,12 +163,7 @@ class TreeSource(Source):
         """
         directory = _Directory(path)
         if is_url(path):
-            contents = list_remote_folder(os.fsdecode(path))
-            if contents is None:
-                raise ValueError(
-                    f"the server of {self.spec} does not list directories; give the"
-                    " URLs of files"
-                )
+            contents = list_remote_folder(os.fsdecode(path)) or ({}, [])
             # Except on Azure, a directory on a server exists only if it contains files.
             # An empty list of contents is therefore an error of the server.
             if not any(contents) and scheme_of(self.spec) != "az":
@@ -243,8 +236,8 @@ class TreeSource(Source):
         tables = {
             name for name in listed if name in _TABLES and self._join(directory, name)
         }
-        sidecars = join_sidecars(listed, self.clips)
-        used = sidecar_names(sidecars) | tables
+        sidecars, used = join_sidecars(listed, self.clips)
+        used |= tables
         names = [name for name in listed if name not in used]
         reads_packed = not holds_inputs(names, self.clips)
         files: list[bytes] = []

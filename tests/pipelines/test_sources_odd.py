@@ -108,7 +108,9 @@ def test_folders_tars_and_zips_give_the_same_captions(tmp_path_factory, names):
 def test_the_parts_of_a_sample_share_metadata_unless_one_has_its_name():
     names = [b"s/a.left.jpg", b"s/a.right.jpg", b"s/a.txt", b"b.jpg", b"b.seg.png"]
     names += [b"b.json", b".a.jpg", b".a.txt", b"c.txt", b"c"]
-    assert join_sidecars(names, clips=False) == {
+    joined, used = join_sidecars(names, clips=False)
+    assert used == {b"s/a.txt", b"b.json", b"c.txt"}
+    assert joined == {
         b"s/a.left.jpg": {".txt": b"s/a.txt"},
         b"s/a.right.jpg": {".txt": b"s/a.txt"},
         b"b.jpg": {".json": b"b.json"},
