@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     resume="out",
     out="--out",
     model="--model",
-    memory=None,
     precisions="--precision",
 )
 def build(job: Job) -> None:

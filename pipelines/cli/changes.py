@@ -346,9 +346,9 @@ def build_ann(index: IndexLocation, *, ann: str = "auto", recall: float = 0.95) 
     """
     from edje_index.indexing.faiss_build import AnnRequest
     from pipelines.jobs.ann import add_ann
-    from pipelines.jobs.plan import usable_memory
+    from storage_formats.cgroups import available_memory
 
-    request = AnnRequest(ann, recall, usable_memory(None))
+    request = AnnRequest(ann, recall, available_memory())
     built = run_job(add_ann, index, request).ann
     print_result({"index": str(index), **built})
     measured = built.get("recall")

@@ -27,14 +27,12 @@ from edje_index.progress import ShardProgress
 from pipelines.engines.base import machine_gpus, open_engine
 from pipelines.environment import cuda_devices, free_disk
 from pipelines.jobs.changing import (
-    PROCESSORS_MEMBER,
     Applied,
     Edit,
     FailedInputsError,
     ShardWork,
     apply,
     begin_new,
-    with_processors,
 )
 from pipelines.jobs.plan import (
     SHARDS_PER_GPU,
@@ -50,7 +48,6 @@ from pipelines.jobs.plan import (
     refuse_differences,
     settings_of,
     store_inputs,
-    usable_memory,
     workers_memory,
 )
 from pipelines.progress.events import (
@@ -66,6 +63,7 @@ from pipelines.progress.events import (
 from pipelines.progress.wording import by_reason, counted
 from pipelines.sources import Listing, hash_and_mark_duplicates
 from storage_formats.atomic import Json
+from storage_formats.cgroups import available_memory
 from storage_formats.change import Change, finish_committed
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
@@ -267,7 +265,6 @@ def build_index(
     frames: int | None = None,
     max_failed: float | None = None,
     address: str | None = None,
-    memory: int | None = None,
     dry_run: bool = False,
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
@@ -323,11 +320,6 @@ def build_index(
         max_failed: stop if more than this share of the images fails, 0 to 1. None
             selects 0.01, but at least 20 images.
         address: Ray cluster to join. None selects a new Ray on this machine.
-        memory: memory in bytes that the workers on this machine and the
-            nearest-neighbour index may need; None is the free memory. The number of
-            workers and the kind of nearest-neighbour index are chosen for this limit.
-            The operating system does not enforce the limit, and the tokens do not
-            depend on it.
         dry_run: show the work, and the disk space and memory that it needs, and write
             nothing.
         on_event: called with each progress event.
@@ -359,7 +351,7 @@ def build_index(
             f"{out} is also one of the sources; choose another output directory",
             parameter="out",
         )
-    execution = Execution(engine, workers, helpers, address, memory, max_failed)
+    execution = Execution(engine, workers, helpers, address, max_failed)
     info = read_bundle_info(local_path(model))
     requested: Json = {
         "sources": specs,
@@ -406,8 +398,7 @@ def build_index(
         offset = read_bundle_offset(info)
         failed: dict[str, int] = {}
         if plan is not None:
-            # The first run may have had another memory limit.
-            check_ann_memory(plan.spec, memory)
+            check_ann_memory(plan.spec)
         else:
             listing = Listing(settings.open_sources(), on_event, should_stop)
             refs = hash_and_mark_duplicates(listing) if dedupe else listing
@@ -447,8 +438,8 @@ def build_index(
                 ignored,
                 stored.columns(),
             )
-            check_ann_memory(spec, memory)
-            check_disk(change.layout, spec, memory)
+            check_ann_memory(spec)
+            check_disk(change.layout, spec)
             names = " and the column ".join(caption_columns(plan.columns))
             captions = (
                 "no captions: the sources have no texts in a column captions, caption"
@@ -480,10 +471,10 @@ def build_index(
                 estimate={
                     "workers": execution.workers,
                     "finished_shards": len(finished),
-                    "disk_bytes": disk_need(plan.spec, memory),
+                    "disk_bytes": disk_need(plan.spec),
                     "free_disk_bytes": free_disk(change.layout.root),
                     "memory_bytes": workers_memory(execution.workers, settings, info),
-                    "free_memory_bytes": usable_memory(memory),
+                    "free_memory_bytes": available_memory(),
                 },
             )
         edit = Edit(
@@ -492,7 +483,7 @@ def build_index(
             model=plan.model,
             settings={**asdict(plan.settings), "inputs_digest": plan.inputs_digest},
             columns=plan.columns,
-            ann=AnnRequest(memory=memory),
+            ann=AnnRequest(),
             offset=offset,
         )
         applied = apply(change, edit, on_event, should_stop)
@@ -630,13 +621,6 @@ def encoding(
             )
         if not is_last:
             return
-        before = {}
-        if change.before is not None:
-            before = change.index.manifest.settings
-        several = with_processors(before, receipts).get(PROCESSORS_MEMBER, ())
-        if len(several) > 1 and several != before.get(PROCESSORS_MEMBER):
-            text = f"the last bits of the tokens differ between {' and '.join(several)}"
-            on_event(StatusMessage(text, is_warning=True))
         if undecoded := _undecoded(layout, receipts, plan.ignored):
             text = (
                 f"{counted(undecoded.total(), 'file')} in a format that this"

@@ -132,7 +132,7 @@ def import_arrays(
     ignored = Ignored()
     parts = _row_parts(rows, spec.rows, ignored)
     if before is None:
-        check_ann_memory(spec, None)
+        check_ann_memory(spec)
     else:
         if {*names} != {*stored}:
             raise UsageError(

@@ -530,14 +530,6 @@ def described(need: Need) -> str:
     return f"{human_bytes(sum(need.values()))} ({parts})"
 
 
-def usable_memory(limit: int | None) -> int:
-    """Return the free memory of this machine in bytes, but at most `limit`. None means
-    no limit.
-    """
-    free = available_memory()
-    return free if limit is None else min(free, limit)
-
-
 @dataclass(frozen=True)
 class Execution:
     """How new rows are encoded: the arguments of `pipelines.build_index` that do not
@@ -551,12 +543,10 @@ class Execution:
     workers: int | None = None
     helpers: int | None = None
     address: str | None = None
-    memory: int | None = None
     max_failed: float | None = None
 
     def __post_init__(self) -> None:
         optional_count(self.workers, "workers")
-        optional_count(self.memory, "memory")
         if self.max_failed is not None:
             as_number(self.max_failed, "max_failed", most=1)
 
@@ -584,7 +574,6 @@ def choose_workers(
     engine = execution.engine
     address = execution.address
     workers = execution.workers
-    memory = execution.memory
     if engine == "inline" and address is not None:
         raise UsageError(
             f"the engine inline runs in this process, so it cannot join the cluster at"
@@ -622,11 +611,9 @@ def choose_workers(
         workers = 1
     elif workers is None:
         worker_bytes = sum(workers_memory(1, settings, info).values())
-        workers = max(1, min(max_workers, usable_memory(memory) // worker_bytes))
+        workers = max(1, min(max_workers, available_memory() // worker_bytes))
     need = workers_memory(workers, settings, info)
-    _check_memory(
-        need, memory, "use fewer workers or a smaller batch size", parameter="workers"
-    )
+    _check_memory(need, "use fewer workers or a smaller batch size", "workers")
     return replace(execution, workers=workers)
 
 
@@ -649,28 +636,18 @@ def workers_memory(
     return {name: (workers or 1) * size for name, size in parts.items()}
 
 
-def check_ann_memory(spec: IndexSpec, memory: int | None) -> None:
+def check_ann_memory(spec: IndexSpec) -> None:
     """Raise ResourcesError if the memory is too small to build the nearest-neighbour
     index for an index with the shape `spec`.
-
-    Args:
-        memory: limit in bytes, in addition to the free memory; None for no such limit.
     """
-    need = AnnKind.choose(spec.rows, spec.embed_dim, memory).build_bytes(
-        spec.rows, spec.embed_dim
-    )
-    _check_memory(
-        {_ANN: need},
-        memory,
-        "split the sources over several indexes",
-        parameter="sources",
-    )
+    kind = AnnKind.choose(spec.rows, spec.embed_dim)
+    need = {_ANN: kind.build_bytes(spec.rows, spec.embed_dim)}
+    _check_memory(need, "split the sources over several indexes", "sources")
 
 
 def check_disk(
     place: Place,
     spec: IndexSpec,
-    memory: int | None = None,
     what: str | None = None,
 ) -> None:
     """Raise ResourcesError if too little disk space is free at `place`. If the index is
@@ -680,15 +657,12 @@ def check_disk(
     Args:
         spec: shape of the new index. For an append or an update, the shape of the new
             rows alone.
-        memory: limit in bytes for the memory in which the nearest-neighbour index is
-            built; None for no limit. The limit may change the kind and thus the size of
-            the nearest-neighbour index.
         what: subject of the message; None for the index of the inputs.
     """
-    need = disk_need(spec, memory)
+    need = disk_need(spec)
     if place.remote is not None:
         shard = replace(spec, rows=min(spec.rows, spec.shard_size), segments=())
-        need["tokens"] = disk_need(shard, memory)["tokens"]
+        need["tokens"] = disk_need(shard)["tokens"]
     check_free_disk(
         place.root,
         need,
@@ -715,7 +689,7 @@ def check_free_disk(
         )
 
 
-def disk_need(spec: IndexSpec, memory: int | None = None) -> Need:
+def disk_need(spec: IndexSpec) -> Need:
     """Return the disk space in bytes that an index with the shape `spec` needs, by
     purpose. Each number includes 2 % for metadata files and the file system.
     """
@@ -729,29 +703,16 @@ def disk_need(spec: IndexSpec, memory: int | None = None) -> Need:
     embeddings = spec.shards * spec.shard_size * spec.embed_dim * _FLOAT32_BYTES
     # The last disk block of a file is only partly used, so count one page per file.
     rows = spec.rows * _ROW_BYTES + spec.shards * _FILES_PER_SHARD * PAGE_BYTES
-    ann = spec.rows * AnnKind.choose(spec.rows, spec.embed_dim, memory).vector_bytes(
-        spec.embed_dim
-    )
+    kind = AnnKind.choose(spec.rows, spec.embed_dim)
+    ann = spec.rows * kind.vector_bytes(spec.embed_dim)
     parts = {"tokens": tokens, "embeddings": embeddings, "rows": rows, "ann": ann}
     return {name: int(size * _SLACK) for name, size in parts.items()}
 
 
-def _check_memory(
-    need: Need,
-    limit: int | None,
-    advice: str,
-    *,
-    parameter: str,
-) -> None:
-    available = usable_memory(limit)
-    if sum(need.values()) > available:
-        state = "free"
-        if available == limit:
-            state = "allowed"
-            advice = f"allow more, or {advice}"
-            parameter = "memory"
+def _check_memory(need: Need, advice: str, parameter: str) -> None:
+    if sum(need.values()) > (free := available_memory()):
         raise ResourcesError(
             f"the build needs at least {described(need)} of memory, but only"
-            f" {human_bytes(available)} are {state}; {advice}",
+            f" {human_bytes(free)} are free; {advice}",
             parameter=parameter,
         )

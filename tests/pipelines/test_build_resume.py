@@ -92,7 +92,7 @@ def test_a_stop_inside_a_slow_shard_keeps_its_batches(config, monkeypatch):
 def test_too_little_memory_for_the_search_index_is_refused_before_a_resumed_job_encodes(
     config, monkeypatch
 ):
-    request = config(memory=10**9)
+    request = config()
     stop_after_one_shard(run_build, request)
     with monkeypatch.context() as patch:
         patch.setattr(faiss_index, "_PEAK", 10.0**10)

@@ -93,7 +93,6 @@ def test_a_mistake_is_named_with_what_to_do(
             [0, -1, 1.5, True, "2"],
         ),
         ("frames", 10_000),
-        ("memory", 0),
         *itertools.product(["max_failed"], [-0.1, 1.1, float("nan"), "0.5"]),
     ],
 )
