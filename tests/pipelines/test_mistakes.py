@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from pipelines import build_index, copy_index, quantize_index, update_index
+from pipelines import build_index, copy_index, update_index
 from pipelines.jobs.snapshots import remove_snapshots, roll_back
 from storage_formats import UsageError
 from storage_formats.format.layout import IndexSpec
@@ -113,7 +113,6 @@ def test_numbers_out_of_range_are_refused_by_name(place, tmp_path, name, value):
     [
         (update_index, "max_vanished", 1.5),
         (update_index, "max_failed", -1),
-        (quantize_index, "workers", 0),
         (remove_snapshots, "keep", 0),
         (remove_snapshots, "keep", 1.5),
         (roll_back, "snapshot", -1),
