@@ -274,8 +274,8 @@ def upgrade(job: Job) -> Iterator[str]:
     can read it.
 
     The tables of rows are written anew. Tokens and embeddings stay as they are, and
-    earlier snapshots are kept. An interrupted change is discarded. Any change of INDEX
-    upgrades it, too. Run the same command again to finish an interrupted upgrade.
+    earlier snapshots are kept. An interrupted change is discarded. Run the same command
+    again to finish an interrupted upgrade.
 
     \b
     Example:

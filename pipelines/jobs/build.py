@@ -32,7 +32,7 @@ from pipelines.jobs.changing import (
     FailedInputsError,
     ShardWork,
     apply,
-    begin_new,
+    begin,
 )
 from pipelines.jobs.plan import (
     SHARDS_PER_GPU,
@@ -93,9 +93,6 @@ from storage_formats.writing.publish import total_counts
 if TYPE_CHECKING:
     from edje_index.indexing.shard_encoding import ShardTask
     from edje_index.inputs.helpers import Helpers, Threads
-
-# endings of tables that often hold the captions of the images beside them
-_CAPTION_TABLES = (".jsonl", ".csv", ".tsv")
 
 
 @dataclass(frozen=True)
@@ -381,7 +378,7 @@ def build_index(
             already_finished=True,
             dry_run=dry_run,
         )
-    with begin_new(out, "build", None, on_event, dry_run=dry_run) as change:
+    with begin(out, "build", on_event=on_event, is_new=True, dry_run=dry_run) as change:
 
         def is_wanted(plan: Plan) -> bool:
             settings = BuildSettings.choose(plan.settings, **requested)
@@ -441,18 +438,13 @@ def build_index(
             check_ann_memory(spec)
             check_disk(change.layout, spec)
             names = " and the column ".join(caption_columns(plan.columns))
-            captions = (
-                "no captions: the sources have no texts in a column captions, caption"
-                " or text"
-            )
-            tables = [suffix for suffix in _CAPTION_TABLES if suffix in ignored]
-            if tables:
-                captions += (
-                    f"; if an ignored {' or '.join(tables)} file holds them, give this"
-                    " file as the source, in place of its folder"
+            captions = f"captions are in the column {names}"
+            if not names:
+                captions = (
+                    "no captions: the sources have no texts in a column captions,"
+                    " caption or text; if a table or a .jsonl file holds them, give it"
+                    " as the source, in place of its folder"
                 )
-            if names:
-                captions = f"captions are in the column {names}"
             on_event(StatusMessage(captions))
             change.store_plan(plan.to_json())
         if dry_run:
@@ -546,25 +538,6 @@ UNDECODED = frozenset({"unsupported-image", "unsupported-video"})
 may be sound, but this installation cannot decode its format.
 """
 
-RAW_SUFFIXES = frozenset(
-    [
-        ".3fr",
-        ".arw",
-        ".cr2",
-        ".cr3",
-        ".dng",
-        ".nef",
-        ".nrw",
-        ".orf",
-        ".pef",
-        ".raf",
-        ".raw",
-        ".rw2",
-        ".srw",
-    ]
-)
-"""Suffixes of camera raw files. The sources ignore these files."""
-
 _NAMED_FAILURES = 3
 _MAX_HELPERS = 32
 # By default, no helper processes are started for at most this number of rows.
@@ -595,11 +568,9 @@ def encoding(
     layout = change.layout
     settings = plan.settings
     allowed = max(ALWAYS_ALLOWED, math.floor(DEFAULT_SHARE * plan.rows))
-    limit = f"the {allowed:,} that may fail by default"
     if execution.max_failed is not None:
         # Add 1e-6 before rounding down, because 0.29 * 100 is 28.999999999999996.
         allowed = math.floor(execution.max_failed * plan.rows + 1e-6)
-        limit = f"the share of {execution.max_failed:g} that may fail"
     failed = Counter[str]()
 
     def check(receipts: Sequence[ShardReceipt]) -> None:
@@ -613,7 +584,7 @@ def encoding(
             so_far = "" if is_last else " so far"
             raise FailedInputsError(
                 f"{number:,} of {counted(done, 'input')} failed{so_far}, more than"
-                f" {limit} ({by_reason(failed)}). The first are"
+                f" the {allowed:,} that may fail ({by_reason(failed)}). The first are"
                 f" {_first_failures(layout, receipts)}. {len(receipts):,} of"
                 f" {counted(len(plan.shards), 'shard')} are finished and kept; raise"
                 " the share to index the others",
@@ -621,7 +592,12 @@ def encoding(
             )
         if not is_last:
             return
-        if undecoded := _undecoded(layout, receipts, plan.ignored):
+        undecoded = Counter(
+            row["detail"]
+            for row in failed_rows(layout, receipts)
+            if row["reason"] in UNDECODED
+        )
+        if undecoded:
             text = (
                 f"{counted(undecoded.total(), 'file')} in a format that this"
                 f" installation does not decode: {by_reason(undecoded)}"
@@ -740,31 +716,6 @@ def earlier_plan(
         # The bundle may be at another path than in the earlier run.
         plan = replace(plan, model=model_record(info))
     return plan
-
-
-def _undecoded(
-    layout: Layout,
-    receipts: Sequence[ShardReceipt],
-    ignored: Mapping[str, int],
-) -> Counter[str]:
-    """Return the number of files in formats that this installation does not decode, by
-    format.
-
-    These files are the failed inputs with a reason in `UNDECODED`, and the camera raw
-    files that `ignored` counts by suffix.
-    """
-    formats = Counter(
-        {
-            f"camera raw {suffix} (export the photos as JPEG)": ignored[suffix]
-            for suffix in RAW_SUFFIXES & ignored.keys()
-        }
-    )
-    formats.update(
-        row["detail"]
-        for row in failed_rows(layout, receipts)
-        if row["reason"] in UNDECODED
-    )
-    return formats
 
 
 def _failed_duplicates(layout: Layout, receipts: Sequence[ShardReceipt]) -> int:

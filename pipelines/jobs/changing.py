@@ -37,6 +37,7 @@ from pipelines.progress.events import (
     ShardMeter,
     ShouldStop,
     StatusMessage,
+    ignore,
     stop_at_events,
 )
 from pipelines.progress.wording import counted
@@ -51,7 +52,6 @@ from storage_formats.change import (
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.file_check import check_file, refuse
-from storage_formats.format.journal import unfinished_journal
 from storage_formats.format.layout import EMBEDDING_FILE, IndexSpec, Layout
 from storage_formats.format.manifest import (
     CommittedIndex,
@@ -61,11 +61,11 @@ from storage_formats.format.manifest import (
     created_by,
 )
 from storage_formats.format.offset import Offset, copy_offset, write_offset
-from storage_formats.format.places import Place, reading_place
+from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt, fetch_written, fingerprint
 from storage_formats.format.rows import VALUE_SCHEMA, read_staged_rows
 from storage_formats.format.source_columns import SourceColumn
-from storage_formats.remote.urls import IndexLocation, is_url
+from storage_formats.remote.urls import IndexLocation
 from storage_formats.writing.publish import (
     add_counts,
     total_counts,
@@ -224,19 +224,11 @@ class Edit:
         if self.needs_indexed and not total_counts(receipts).indexed:
             change.abandon()
             return before
-        changes_segments = self.spec.used_segments != before.spec.used_segments
-        changes_rows = bool(len(self.values) or len(self.deleted))
-        changes_rows |= self.removed not in (None, change.index.removed)
-        adds_snapshot = changes_segments or changes_rows or self.erases
-        keeps_shape = self.spec == before.spec and self.settings is None
-        keeps_model = self.model in (None, before.model)
-        if keeps_shape and keeps_model and not adds_snapshot and not self.ann:
-            # The edit changes nothing.
-            return before
         layout = change.layout
         index = change.index
         deleted = index.deleted.with_rows(list(self.deleted))
         ann = before.ann
+        changes_segments = self.spec.used_segments != before.spec.used_segments
         if changes_segments:
             ann = before.ann_after_append()
         if self.erases and before.ann_files:
@@ -259,7 +251,7 @@ class Edit:
         spec = self.spec
         added = [each for each in receipts if each.shard >= before.spec.shards]
         counts = add_counts(before.counts, self.counts)
-        columns = before.columns if self.columns is None else self.columns
+        columns = self.columns or before.columns
         snapshot = before.snapshot
         # The name of each file that is written here contains a hash of its content, so
         # no file of an earlier snapshot is overwritten.
@@ -269,13 +261,12 @@ class Edit:
         if self.removed is not None:
             removed = write_removed(layout, self.removed)
         origins = {**before.encoded_from, **self.encoded_from}
-        settings = before.settings if self.settings is None else self.settings
         manifest = replace(
             before,
             spec=spec,
             counts=add_counts(counts, total_counts(added)),
-            settings=with_processors(settings, receipts),
-            model=before.model if self.model is None else self.model,
+            settings=with_processors(self.settings or before.settings, receipts),
+            model=self.model or before.model,
             ann=ann,
             encoded_from={
                 name: origins[name] for name in spec.precisions if name in origins
@@ -292,9 +283,12 @@ class Edit:
                 self.values,
             ),
         )
-        if adds_snapshot:
+        changes_rows = len(self.values) or len(self.deleted)
+        changes_removed = removed != before.removed
+        if changes_segments or changes_rows or changes_removed or self.erases:
             manifest = change.new_snapshot(manifest, self.details, is_only=self.erases)
-        change.commit(manifest)
+        if manifest != before:
+            change.commit(manifest)
         return manifest
 
     def _new_manifest(
@@ -363,64 +357,19 @@ def begin(
     kind: str,
     request: Json | None = None,
     *,
+    on_event: OnEvent = ignore,
+    is_new: bool = False,
     dry_run: bool = False,
 ) -> Iterator[Change]:
-    """Begin a change of an index, see `begin_change`.
-
-    An OSError inside the context, for example from a full disk, becomes JobStopped.
+    """Begin a change of an index, see `begin_change`, or a new index, see
+    `begin_new_index`. An OSError inside the context becomes JobStopped.
     """
-    if not dry_run:
-        upgrade_old(root)
-    with (
-        begin_change(root, kind, request, dry_run=dry_run) as change,
-        resumable(root),
-    ):
-        yield change
-
-
-def upgrade_old(root: IndexLocation) -> None:
-    """Upgrade the index in the directory `root` if it has an earlier format.
-
-    Raises:
-        UsageError: a change of the index is unfinished, which an upgrade would discard.
-    """
-    try:
-        if not is_url(root):
-            Manifest.load(root)
-    except EdjeError as error:
-        # The caller finds any other error again.
-        if error.remedy == "upgrade":
-            from storage_formats.upgrade import upgrade_index
-
-            journal = unfinished_journal(reading_place(root))
-            if journal is not None:
-                raise UsageError(
-                    f"{root} has an earlier format and an unfinished '{journal.kind}',"
-                    " which an upgrade discards; finish it with the earlier version of"
-                    " edje-index, or upgrade the index",
-                    remedy="upgrade",
-                ) from error
-            upgrade_index(root)
-
-
-@contextlib.contextmanager
-def begin_new(
-    root: IndexLocation,
-    kind: str,
-    request: Json | None,
-    on_event: OnEvent,
-    *,
-    dry_run: bool = False,
-) -> Iterator[Change]:
-    """Begin to write a new index, see `begin_new_index`.
-
-    An OSError inside the context, for example from a full disk, becomes JobStopped.
-    """
-    notify = notifier(on_event)
-    with (
-        begin_new_index(root, kind, request, notify=notify, dry_run=dry_run) as change,
-        resumable(root),
-    ):
+    if is_new:
+        notify = notifier(on_event)
+        begun = begin_new_index(root, kind, request, notify=notify, dry_run=dry_run)
+    else:
+        begun = begin_change(root, kind, request, dry_run=dry_run)
+    with begun as change, resumable(root):
         yield change
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from pipelines.jobs.changing import (
     Edit,
     ShardWork,
     apply,
-    begin_new,
+    begin,
     notifier,
     resumable,
     rows_passing,
@@ -253,7 +252,7 @@ def rewrite(
     if details is None:
         name = Path(str(parts[0][0].location)).name
         details = {"name": name, "snapshot": first.snapshot.number}
-    with begin_new(out, kind, identity, on_event) as change:
+    with begin(out, kind, identity, on_event=on_event, is_new=True) as change:
         what = f"a copy of {counted(spec.rows, 'row')}"
         check_disk(change.layout, spec, what=what)
         rows_of_shards: dict[int, tuple[RowCopier, Ints]] = {}
@@ -274,7 +273,6 @@ def rewrite(
             removed=frozenset[bytes]().union(*(index.removed for index, _ in parts)),
         )
         applied = apply(change, edit, on_event, should_stop)
-    files = [file for receipt in applied.receipts for file in receipt.files]
     copied = [
         file
         for receipt in applied.receipts
@@ -288,7 +286,7 @@ def rewrite(
         snapshot=first.snapshot.number if len(parts) == 1 else 0,
         seconds=time.monotonic() - started,
         removed=sum(each.spec.used_rows for each in manifests) - spec.used_rows,
-        files=len(files),
+        files=sum(len(receipt.files) for receipt in applied.receipts),
         copied_files=len(copied),
         copied_bytes=sum(entry.bytes for entry in copied),
     )
@@ -504,21 +502,19 @@ def _copy_files(
     entries of the files that were not yet there.
     """
     copied = []
-    done = 0
     copy = partial(place.copy, index.place)
-    until_stopped = itertools.takewhile(lambda _: not should_stop(), entries)
     with contextlib.closing(
-        ordered_map(copy, until_stopped, _FILES_AT_ONCE, 2 * _FILES_AT_ONCE)
+        ordered_map(copy, entries, _FILES_AT_ONCE, 2 * _FILES_AT_ONCE)
     ) as results:
-        for done, (is_new, entry) in enumerate(zip(results, entries, strict=False), 1):
+        for done, (is_new, entry) in enumerate(zip(results, entries, strict=True), 1):
             if is_new:
                 copied.append(entry)
             on_event(Progress("copying files", done, len(entries)))
-    if done < len(entries):
-        raise JobStopped(
-            f"stopped after {done:,} of {len(entries):,} files; the copied files are"
-            " kept"
-        )
+            if should_stop() and done < len(entries):
+                raise JobStopped(
+                    f"stopped after {done:,} of {len(entries):,} files; the copied"
+                    " files are kept"
+                )
     return copied
 
 

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from edje_index.bundles.info import matching_bundle, read_bundle_offset
 from edje_index.errors import ModelError
 from edje_index.indexing.faiss_build import AnnRequest
 from pipelines.jobs.ann import new_ann
-from pipelines.jobs.changing import Edit, apply, upgrade_old
+from pipelines.jobs.changing import Edit, apply
 from pipelines.jobs.plan import settings_of
 from pipelines.progress.events import (
     JobStopped,
@@ -59,7 +61,7 @@ if TYPE_CHECKING:
     from edje_index.inputs.refs import InputRef
 
 _WORDING = {"changed-since-plan": "its content has changed"}
-_COLUMNS = ("row_id", "uri", "uri_raw", "content_hash", "status", "reason")
+_COLUMNS = ("row_id", "uri", "uri_raw", "content_hash", "status")
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,6 @@ def repair_index(
     repaired: list[RepairedFile] = []
     refusals: list[Problem] = []
     settled: set[str] = set()
-    upgrade_old(index)
     with begin_change(index, "repair") as change:
         root = change.layout.location
         problems = verify_index(
@@ -267,10 +268,6 @@ class ShardEncoder:
     _should_stop: ShouldStop
     # Positions in the shard of all rows that were asked for
     _needed: set[int] = field(default_factory=set)
-    # First positions of the batches that were encoded again
-    _batches: set[int] = field(default_factory=set)
-    # Blocks that were encoded again, by position
-    _blocks: dict[int, Blocks] = field(default_factory=dict)
     # Reasons why single rows cannot be encoded again, by position
     _refused: dict[int, str] = field(default_factory=dict)
     # Reason why no row of the shard can be encoded again
@@ -281,55 +278,43 @@ class ShardEncoder:
         of their batches are encoded too, because the bytes depend on the whole batch.
 
         Returns:
-            All blocks that were encoded so far, by position in the shard. If a row
-            cannot be encoded again, its block is missing, and `problems` gives the
-            reason.
+            The blocks of all encoded rows, by position in the shard. If a row cannot be
+            encoded again, its block is missing, and `problems` gives the reason.
         """
         from edje_index.images.transient import TransientInputError
+        from edje_index.indexing.shard_encoding import encode_inputs
 
         self._needed.update(needed.tolist())
+        blocks: dict[int, Blocks] = {}
         try:
-            if self._problem is None:
-                self._encode_batches()
+            settings = settings_of(self._index.root, self._index.manifest)
+            size = settings.decoding.inputs_per_batch(settings.batch_size)
+            inputs = self._inputs
+            for start in np.unique(needed // size * size).tolist():
+                batch = [at for at in range(start, start + size) if at in inputs]
+                text = f"encoding rows of shard {self._shard} again from their sources"
+                self._on_event(StatusMessage(text))
+                if self._should_stop():
+                    raise JobStopped("stopped")
+                rows, encoded = encode_inputs(
+                    [inputs[at] for at in batch],
+                    self._open_encoder(),
+                    settings.decoding,
+                    settings.batch_size,
+                )
+                for number, at in enumerate(batch):
+                    reason = rows[number].reason
+                    if reason is None:
+                        blocks[at] = encoded[number]
+                    else:
+                        self._refused[at] = _WORDING.get(reason, reason)
         except JobStopped:
             raise
         except TransientInputError as error:
             self._problem = f"{error}. Then run the repair again"
         except EdjeError as error:
             self._problem = str(error)
-        return self._blocks
-
-    def _encode_batches(self) -> None:
-        from edje_index.indexing.shard_encoding import encode_inputs
-
-        settings = settings_of(self._index.root, self._index.manifest)
-        size = settings.decoding.inputs_per_batch(settings.batch_size)
-        starts = {position // size * size for position in self._needed}
-        for start in sorted(starts - self._batches):
-            self._batches.add(start)
-            inputs = self._inputs
-            batch = [at for at in range(start, start + size) if at in inputs]
-            if not batch:
-                continue
-            self._on_event(
-                StatusMessage(
-                    f"encoding rows of shard {self._shard} again from their sources"
-                )
-            )
-            if self._should_stop():
-                raise JobStopped("stopped")
-            rows, blocks = encode_inputs(
-                [inputs[at] for at in batch],
-                self._open_encoder(),
-                settings.decoding,
-                settings.batch_size,
-            )
-            for number, at in enumerate(batch):
-                reason = rows[number].reason
-                if reason is None:
-                    self._blocks[at] = blocks[number]
-                else:
-                    self._refused[at] = _WORDING.get(reason, reason)
+        return blocks
 
     @functools.cached_property
     def _inputs(self) -> dict[int, InputRef]:

@@ -18,7 +18,6 @@ from pipelines.jobs.changing import (
     begin,
     notifier,
     rows_passing,
-    upgrade_old,
 )
 from pipelines.metadata import Ignored, source_values
 from pipelines.progress.events import (
@@ -275,7 +274,6 @@ def remove_snapshots(
         UsageError: there is no index at `index`, or `keep` is less than 1.
     """
     keep = optional_count(keep, "keep")
-    upgrade_old(index)
     return collect_garbage(index, keep, notify=notifier(on_event))
 
 
@@ -372,11 +370,6 @@ def set_columns(
             hint = did_you_mean(unknown[0], stored)
             raise UsageError(
                 f"the index has no column {unknown[0]}{hint}", parameter="unset"
-            )
-        if both := sorted(columns.keys() & {*unset}):
-            raise UsageError(
-                f"{both[0]} cannot be both set and unset; name each column once",
-                parameter="unset",
             )
         if not (columns or unset) or (where is None and not len(ids)):
             raise UsageError(
