@@ -24,6 +24,7 @@ from edje_index.models.joint_inputs import (
     JointInputs,
     JointTokenizer,
 )
+from edje_index.scoring.parts import content_token_mask
 from edje_index.training.config import TrainSettings
 from edje_index.training.dataset import TrainingData
 from edje_index.training.workers import ALONE, WorkerGroup
@@ -93,10 +94,7 @@ def mask_captions(
     replaced. As in the published code, ``[UNK]`` is a special token.
     """
     flat = np.concatenate(captions).astype(np.int64)
-    special = [
-        *map(tokenizer.special_id, SPECIAL_TOKEN_NAMES),
-        tokenizer.image_token_id,
-    ]
+    special = [*map(tokenizer.special_id, SPECIAL_TOKEN_NAMES)]
     is_masked = (rng.random(len(flat)) < probability) & ~np.isin(flat, special)
     masked = np.where(is_masked, tokenizer.special_id("mask_token"), flat)
     ends = np.cumsum([len(caption) for caption in captions])[:-1]
@@ -149,7 +147,7 @@ class PairChunk:
     negative_images: Tensor
     rows: JointInputs
     images: Tensor
-    masked: tuple[Tensor, Tensor] | None
+    masked: tuple[Tensor, ...] | None
     recovery: tuple[JointInputs, Tensor] | None
     teacher: JointInputs | None
 
@@ -200,7 +198,6 @@ class BatchSource:
         data: the training images, their features and their captions.
         image_tokens: number of image tokens per input row of the joint encoder.
         group: rank of this worker, and number of workers.
-        on_gpu: whether a GPU computes the steps.
         teacher_tokens: number of tokens per image that the teacher reads; 0 without a
             teacher.
     """
@@ -210,7 +207,6 @@ class BatchSource:
     image_tokens: int
     config: TrainSettings
     group: WorkerGroup = ALONE
-    on_gpu: bool = False
     teacher_tokens: int = 0
 
     def _drawn(self, number: int, count: int, size: int) -> tuple[Ints, int]:
@@ -307,8 +303,8 @@ class BatchSource:
         # Pairs with captions of similar length share a chunk, so that its rows have
         # little padding.
         order = np.argsort([len(text) for text in own_texts], kind="stable")
-        chunk_pairs = self.config.run.chunk_pairs or (128 if self.on_gpu else 64)
-        chunks = np.array_split(order, math.ceil(len(order) / chunk_pairs))
+        count_of_chunks = math.ceil(len(order) / self.config.run.chunk_pairs)
+        chunks = np.array_split(order, count_of_chunks)
         return JointBatch(
             self.data.blocks(images[own]),
             tuple(map(chunk, chunks)),
@@ -339,15 +335,12 @@ class BatchSource:
         of_captions = hard_negatives(texts[own] @ pictures.T, masked, count)
         return of_captions, hard_negatives(pictures[own] @ texts.T, masked, count)
 
-    def alignment(self, counted: Bools, number: int) -> AlignmentBatch:
+    def alignment(self, number: int) -> AlignmentBatch:
         """Return this worker's part of an alignment-phase batch, which has distinct
         images, and the same number of captions of each image. If an image has fewer
         captions, some of them are repeated.
-
-        Args:
-            counted: True for the token ids of words that the alignment uses, bool [v].
-                See `scoring.parts.content_token_mask`.
         """
+        counted = content_token_mask(self.tokenizer)
         data = self.data
         settings = self.config.alignment
         size = min(settings.batch_size, data.images)

@@ -14,7 +14,7 @@ import torch
 
 from edje_index.errors import ModelError
 from edje_index.inputs.json_lines import read_json_lines
-from edje_index.models.weights import check_finite, read_checkpoint
+from edje_index.models.weights import read_checkpoint
 from storage_formats.atomic import Json, fsync_path, replacing, write_bytes_atomic
 
 CHECKPOINT = "checkpoint.pt"
@@ -60,8 +60,7 @@ def last_checkpoint(run_dir: Path, run: str) -> TrainState | None:
         run: fingerprint of the training run.
 
     Raises:
-        ModelError: the checkpoint cannot be read, belongs to another training run, or
-            contains weights that are not finite.
+        ModelError: the checkpoint cannot be read, or belongs to another training run.
     """
     path = run_dir / CHECKPOINT
     if not path.exists():
@@ -77,7 +76,6 @@ def last_checkpoint(run_dir: Path, run: str) -> TrainState | None:
         raise ModelError(
             f"the checkpoint {path} belongs to another training run; {advice}"
         )
-    check_finite(state.weights, f"the checkpoint {path}")
     return state
 
 

@@ -32,7 +32,6 @@ from edje_index.bundles.info import (
     JOINT_FOLDER,
     matching_bundle,
     read_bundle_info,
-    verify_files,
 )
 from edje_index.captions.reading import PARTS_OF_SPLIT, is_blank
 from edje_index.inputs.tables import IMAGE_ID, SPLIT
@@ -332,7 +331,6 @@ def prepare_captions(
             models["mining"] = matching_bundle(data.miner.index)
         towers = {}
         for name, info in models.items():
-            verify_files(info)
             towers[name] = load_text_tower(info, device)
             # As in the published code, the text tower of the mining model reads
             # captions in the same form as the tower of `bundle`.

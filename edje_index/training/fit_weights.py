@@ -30,7 +30,6 @@ from edje_index.training.config import FittingConfig
 from edje_index.training.dataset import TrainingData
 from edje_index.training.start import trained_part
 from storage_formats.arrays import Bools
-from storage_formats.reading.embeddings import read_embeddings
 
 Scores = NDArray[np.floating[Any]]
 
@@ -86,7 +85,7 @@ def dev_pools(
     """
     queries = split_set(dev.captions(0, dev.images), np.arange(dev.images))
     queries = queries.subsampled(config.dev_captions, seed=0)
-    images = read_embeddings(dev.index, dev.rows)
+    images = dev.embeddings(np.arange(dev.images))
     nearest = queries.pools(images, dev.records["embedding"], config.dev_pool)
     # Most images are in several pools. The features of each image are read once.
     images_of_pools = [queries.pairs(*item)[1].ravel() for item in nearest.items()]
@@ -161,7 +160,7 @@ def fit_weights(pools: DevPools) -> ScoreWeights:
     candidate are ignored. If this ignores all queries, the other weights are 0.
     """
     answered: Bools = np.any(pools.right, axis=1)
-    if not answered.any() or len(pools.parts) == 1 or pools.right.shape[1] == 1:
+    if not answered.any() or pools.right.shape[1] == 1:
         return ScoreWeights()
     right = pools.right[answered]
     columns = np.stack(

@@ -10,20 +10,19 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.models.devices import resolve_device, resolve_dtype, to_bf16_array
 from edje_index.progress import OnProgress
-from edje_index.scoring.parts import content_token_mask
 from edje_index.scoring.weights import (
     DIRECTIONS,
     LOGIT,
@@ -58,7 +57,6 @@ from storage_formats.threads import ordered_map
 CAPTIONS = "captions"
 ALIGNMENT = "alignment"
 JOINT = "joint"
-BETAS = (0.9, 0.999)
 MAX_BAD_STEPS = 10
 """Training fails if the gradients of this many steps in a row, or of all steps of a
 shorter phase, are not finite.
@@ -143,7 +141,6 @@ def run_worker(
         image_tokens=min(config.loop.step_tokens or tokens, tokens),
         config=config,
         group=group,
-        on_gpu=device.type == "cuda",
         teacher_tokens=teacher_tokens,
     )
     make_trainable(start, config.architecture, device)
@@ -177,17 +174,15 @@ def run_worker(
                 "warmup_steps": int(settings.steps * _ALIGNMENT_WARMUP),
                 "adapter_lr_factor": 1.0,
             }
-            alignment = _Phase(
+            run.train(
                 ALIGNMENT,
-                module=AlignmentObjective(start.adapter, start.joint),
-                make_batch=partial(
-                    source.alignment, content_token_mask(start.joint.tokenizer)
-                ),
+                AlignmentObjective(start.adapter, start.joint),
+                source.alignment,
                 steps=settings.steps,
                 images=min(settings.batch_size, source.data.images),
-                optimization=config.optimizer.model_copy(update=changes),
+                settings=config.optimizer.model_copy(update=changes),
+                state=state,
             )
-            run.train(alignment, state)
         # A frozen adapter needs no gradients. They would take time to compute, and
         # would be part of the gradient norm.
         if not config.optimizer.adapter_lr_factor:
@@ -200,45 +195,21 @@ def run_worker(
             teacher,
             group.gather,
         )
-        joint = _Phase(
-            JOINT,
-            module=objective,
-            make_batch=source.joint,
-            steps=total_steps(config.loop, len(source.data.records)),
-            images=config.loop.batch_size,
-            optimization=config.optimizer,
-            steps_per_epoch=len(source.data.records) // config.loop.batch_size,
-            evaluate=None if dev is None else evaluate,
-        )
         previous = None
         if task.continued is not None:
             previous = last_checkpoint(*task.continued)
-        run.train(joint, state, previous)
-
-
-@dataclass
-class _Phase:
-    """A phase of a training run.
-
-    Attributes:
-        module: module to train.
-        make_batch: makes a batch from the batch number, which counts from 0 in each
-            phase.
-        images: number of images per optimiser step, over all workers.
-        steps_per_epoch: number of optimiser steps per epoch. It has no effect on the
-            cosine decay of the alignment phase.
-        evaluate: returns recalls by name, see ``run.evaluate_every``; None to evaluate
-            nothing.
-    """
-
-    name: str
-    module: AlignmentObjective | JointObjective
-    make_batch: Callable[[int], Any]
-    steps: int
-    images: int
-    optimization: OptimizerConfig
-    steps_per_epoch: int = 1
-    evaluate: Callable[[], dict[str, float]] | None = None
+        run.train(
+            JOINT,
+            objective,
+            source.joint,
+            steps=total_steps(config.loop, len(source.data.records)),
+            images=config.loop.batch_size,
+            settings=config.optimizer,
+            state=state,
+            previous=previous,
+            steps_per_epoch=len(source.data.records) // config.loop.batch_size,
+            evaluate=None if dev is None else evaluate,
+        )
 
 
 @dataclass(frozen=True)
@@ -260,36 +231,50 @@ class _Run:
 
     def train(
         self,
-        phase: _Phase,
+        phase: str,
+        module: AlignmentObjective | JointObjective,
+        make_batch: Callable[[int], Any],
+        *,
+        steps: int,
+        images: int,
+        settings: OptimizerConfig,
         state: TrainState | None,
         previous: TrainState | None = None,
+        steps_per_epoch: int = 1,
+        evaluate: Callable[[], dict[str, float]] | None = None,
     ) -> None:
         """Run a phase. If `state`, the last checkpoint, belongs to this phase, run only
         the steps after this checkpoint.
 
-        `previous` is the last checkpoint of the training run that this phase continues;
-        None for a new optimiser.
+        Args:
+            phase: name of the phase.
+            module: module to train.
+            make_batch: makes a batch from the batch number, which counts from 0 in each
+                phase.
+            images: number of images per optimiser step, over all workers.
+            previous: last checkpoint of the training run that this phase continues;
+                None for a new optimiser.
+            steps_per_epoch: number of optimiser steps per epoch. It has no effect on
+                the cosine decay of the alignment phase.
+            evaluate: returns recalls by name, see ``run.evaluate_every``; None to
+                evaluate nothing.
         """
         group = self.group
-        steps = phase.steps
         loop = self.task.config.loop
         run = self.task.config.run
-        evaluate_every = run.evaluate_every
-        if evaluate_every is None:
-            evaluate_every = phase.steps_per_epoch
-        module = phase.module.to(self.device).train()
-        optimizer = make_optimizer(module, phase.optimization)
+        module.to(self.device).train()
+        optimizer = make_optimizer(module, settings)
         first = 0
         epochs_before = None
         if previous is not None:
             load_optimizer(optimizer, previous)
             epochs_before = previous.epochs
-        if state is not None and state.phase == phase.name:
+        if state is not None and state.phase == phase:
             module.load_state_dict(state.weights)
             load_optimizer(optimizer, state)
             first = state.step
         if group.rank == 0:
-            begin_log(run.folder, phase.name, first)
+            begin_log(run.folder, phase, first)
 
         # sums of the losses since the last log record
         sums: Any = Counter()
@@ -302,7 +287,7 @@ class _Run:
         # This device has a number. The current device differs between threads.
         device = torch.empty(0, device=self.device).device
         batches = ordered_map(
-            lambda number: to_device(phase.make_batch(number), device),
+            lambda number: to_device(make_batch(number), device),
             range(first, steps),
             1,
             1 + _AHEAD,
@@ -312,11 +297,11 @@ class _Run:
                 rate = learning_rate(
                     step,
                     steps,
-                    phase.steps_per_epoch,
-                    phase.optimization,
+                    steps_per_epoch,
+                    settings,
                     epochs_before,
                 )
-                factors = (phase.optimization.adapter_lr_factor, 1.0)
+                factors = (settings.adapter_lr_factor, 1.0)
                 for parameters, factor in zip(
                     optimizer.param_groups, factors, strict=True
                 ):
@@ -329,21 +314,42 @@ class _Run:
                 # numbers.
                 dropout = stream(loop.seed, DROPOUT, step, group.rank)
                 torch.manual_seed(int(dropout.integers(2**63)))
-                losses, is_bad = self.step(phase, optimizer, batch, dtype)
-                sums.update(losses)
+                try:
+                    losses = module.backward(batch, dtype)
+                except torch.OutOfMemoryError as error:
+                    raise ModelError(
+                        f"a step of the {phase} phase needs more memory than the device"
+                        " has; lower run.chunk_pairs, or alignment.batch_size in the"
+                        " alignment phase, and train again"
+                    ) from error
+                trained = [
+                    part for part in module.parameters() if part.grad is not None
+                ]
+                gradients = [part.grad for part in trained if part.grad is not None]
+                group.average(gradients)
+                norm = nn.utils.get_total_norm(gradients)
+                if settings.clip_norm:
+                    nn.utils.clip_grads_with_norm_(trained, settings.clip_norm, norm)
+                # A step whose gradient is not finite is skipped.
+                is_bad = group.any(not bool(torch.isfinite(norm)))
+                if not is_bad:
+                    optimizer.step()
+                optimizer.zero_grad()
+                skipped = torch.tensor(float(is_bad), device=self.device)
+                sums.update({**losses, "gradient": norm, "skipped": skipped})
                 bad_steps = bad_steps + 1 if is_bad else 0
                 done = step + 1
                 if bad_steps >= min(MAX_BAD_STEPS, steps - first):
                     raise ModelError(
                         f"{bad_steps} steps in a row had no finite gradient, up to"
-                        f" step {done} of the {phase.name} phase; train again in a new"
+                        f" step {done} of the {phase} phase; train again in a new"
                         " run folder with a lower optimizer.lr, a higher"
                         " optimizer.warmup_steps, or loop.dtype float32"
                     )
                 stop = group.any(self.should_stop())
-                if phase.evaluate and evaluate_every and done % evaluate_every == 0:
+                if evaluate and done % (run.evaluate_every or steps_per_epoch) == 0:
                     if group.rank == 0:
-                        self.write(phase.name, done, steps, **phase.evaluate())
+                        self.write(phase, done, steps, **evaluate())
                         module.train()
                     # The other workers wait here while worker 0 evaluates.
                     group.any(False)
@@ -355,12 +361,12 @@ class _Run:
                     # This includes the time of evaluations.
                     step_seconds = (now - begun) / (done - first)
                     self.write(
-                        phase.name,
+                        phase,
                         done,
                         steps,
                         lr=rate,
                         **group.mean({name: sums[name] / count for name in sums}),
-                        images_per_second=count * phase.images / (now - started),
+                        images_per_second=count * images / (now - started),
                         data_wait=waited / (now - started),
                         minutes_left=step_seconds * (steps - done) / 60,
                     )
@@ -370,14 +376,14 @@ class _Run:
                     since = done
                 if stop or done % run.checkpoint_every == 0 or done == steps:
                     if group.rank == 0:
-                        epochs = (epochs_before or 0) + done // phase.steps_per_epoch
+                        epochs = (epochs_before or 0) + done // steps_per_epoch
                         weights = {
                             name: part.cpu()
                             for name, part in module.state_dict().items()
                         }
                         saved = TrainState(
                             self.task.run,
-                            phase.name,
+                            phase,
                             done,
                             epochs,
                             weights,
@@ -389,40 +395,8 @@ class _Run:
                 if stop and done < steps:
                     raise TaskInterrupted(
                         f"the training run stopped after step {done} of {steps} of the"
-                        f" {phase.name} phase"
+                        f" {phase} phase"
                     )
-
-    def step(
-        self,
-        phase: _Phase,
-        optimizer: torch.optim.Optimizer,
-        batch: Any,
-        dtype: torch.dtype,
-    ) -> tuple[dict[str, Tensor], bool]:
-        """Run one optimiser step. Return the losses and the norm of the gradient by
-        name, and whether the step was skipped, because its gradient is not finite. The
-        value ``skipped`` is 1 for a skipped step, and 0 otherwise.
-        """
-        try:
-            losses = phase.module.backward(batch, dtype)
-        except torch.OutOfMemoryError as error:
-            raise ModelError(
-                f"a step of the {phase.name} phase needs more memory than the device"
-                " has; lower run.chunk_pairs, or alignment.batch_size in the alignment"
-                " phase, and train again"
-            ) from error
-        trained = [part for part in phase.module.parameters() if part.grad is not None]
-        gradients = [part.grad for part in trained if part.grad is not None]
-        self.group.average(gradients)
-        norm = nn.utils.get_total_norm(gradients)
-        if clip_norm := phase.optimization.clip_norm:
-            nn.utils.clip_grads_with_norm_(trained, clip_norm, norm)
-        is_bad = self.group.any(not bool(torch.isfinite(norm)))
-        if not is_bad:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        skipped = torch.tensor(float(is_bad), device=norm.device)
-        return {**losses, "gradient": norm, "skipped": skipped}, is_bad
 
 
 def make_optimizer(
@@ -431,7 +405,8 @@ def make_optimizer(
     """Return an AdamW optimiser with two parameter groups: the adapter, and all other
     parameters of `module`.
 
-    AdamW changes only parameters that have a gradient. Frozen parameters, and heads
+    Its betas are torch's default values, 0.9 and 0.999, as in the published code. AdamW
+    changes only parameters that have a gradient. Frozen parameters, and heads
     that no loss uses, therefore have no weight decay.
     """
     others = [
@@ -441,7 +416,6 @@ def make_optimizer(
     ]
     return torch.optim.AdamW(
         [{"params": [*module.adapter.parameters()]}, {"params": others}],
-        betas=BETAS,
         weight_decay=config.weight_decay,
         fused=True,
     )
@@ -507,8 +481,7 @@ def learning_rate(
     - "cosine": the learning rate falls along a cosine to `config.min_lr` at the last
       step.
 
-    If `config.min_lr` is higher than `config.lr`, both decays use `config.lr` instead
-    of `config.min_lr`. A run that continues another run has no warm-up. For other runs,
+    A run that continues another run has no warm-up. For other runs,
     `epochs_before` is None.
     """
     warmup = config.warmup_steps if epochs_before is None else 0
@@ -516,19 +489,19 @@ def learning_rate(
     # epoch at the latest.
     if step < warmup and (step < steps_per_epoch or config.decay == "cosine"):
         return config.warmup_lr + (config.lr - config.warmup_lr) * step / warmup
-    floor = min(config.min_lr, config.lr)
     if config.decay == "epoch":
         epoch = (epochs_before or 0) + step // steps_per_epoch
-        return max(floor, config.lr * config.decay_rate**epoch)
+        return max(config.min_lr, config.lr * config.decay_rate**epoch)
     done = (step - warmup) / max(1, total_steps - warmup)
-    return floor + (config.lr - floor) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+    share = (1 + math.cos(math.pi * min(1.0, done))) / 2
+    return config.min_lr + (config.lr - config.min_lr) * share
 
 
 def finish_model(
     task: TrainTask, on_progress: OnProgress
 ) -> tuple[ModelBundle, int, dict[str, WeightChoice]]:
-    """Make a bundle from the last checkpoint, and fit its final score with the settings
-    in ``task.config.fitting``.
+    """Make a bundle from the checkpoint of the finished joint phase, and fit its final
+    score with the settings in ``task.config.fitting``.
 
     The weights of the final score are fitted to the dev captions. Without dev captions,
     they are those of the initial bundle, see `make_start`.
@@ -541,53 +514,40 @@ def finish_model(
         The trained bundle, which is not saved yet; the number of finished steps of the
         joint phase; and the fitted weights and the recall of each direction. The last
         value is empty if no weights were fitted.
-
-    Raises:
-        ModelError: the run folder has no checkpoint of the joint phase.
     """
     fitting = task.config.fitting
-    run_dir = task.config.run.folder
     # The workers may have used a GPU that this process does not have. In this case, the
     # CPU is used.
     cuda = torch.cuda.is_available()
     device = resolve_device(task.config.run.device if cuda else "cpu")
     bundle = ModelBundle.load(task.start, device=str(device), verify=False)
     data = task.data
-    state = last_checkpoint(run_dir, task.run)
-    if state is None or state.phase != JOINT:
-        raise ModelError(
-            f"{run_dir} has no checkpoint of the joint phase yet; resume the"
-            " training run"
-        )
+    state = last_checkpoint(task.config.run.folder, task.run)
+    assert state is not None
     adapter = trained_part(bundle.adapter)
     # The names are those of `JointObjective`.
     trained = nn.ModuleDict({"adapter": adapter, "joint": bundle.joint})
     trained.load_state_dict(state.weights)
-    bundle = replace(bundle, trained=True, info=None)
+    bundle.trained = True
+    bundle.info = None
     bundle.adapter.eval()
     bundle.joint.eval()
     # The offset block is estimated from evenly spaced training images.
     images = np.arange(0, data.images, max(1, data.images // _OFFSET_IMAGES))
     tokens = data.iter_tokens(adapter, images, device)
-    bundle = replace(bundle, offset=estimate_offset(map(to_bf16_array, tokens)))
+    bundle.offset = estimate_offset(map(to_bf16_array, tokens))
     if fitting.pooled_dim:
         seed = task.config.loop.seed
         pooled = fit_pooled_similarity(
             adapter, bundle.joint, data, seed, fitting.pooled_dim, on_progress
         )
-        bundle = replace(bundle, pooled=pooled.to(device).eval())
-    score = bundle.score
-    logit_range = None
+        bundle.pooled = pooled.to(device).eval()
     choices = dict[str, WeightChoice]()
     if task.dev is not None:
         pools = dev_pools(bundle, task.dev, fitting, on_progress=on_progress)
         choices = {name: choose_weights(pools[name]) for name in DIRECTIONS}
-        score = DirectionWeights(
+        bundle.score = DirectionWeights(
             **{direction: choice.weights for direction, choice in choices.items()}
         )
-        logit_range = choices[TEXT_TO_IMAGE].logit_range
-    return (
-        replace(bundle, score=score, logit_range=logit_range),
-        state.step,
-        choices,
-    )
+        bundle.logit_range = choices[TEXT_TO_IMAGE].logit_range
+    return bundle, state.step, choices

@@ -5,13 +5,13 @@ cluster centres of patch features.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.info import INFO_FILE
 from edje_index.errors import ModelError
 from edje_index.models.adapter import (
     LOCAL,
@@ -22,7 +22,7 @@ from edje_index.models.adapter import (
     build_adapter,
     cluster_tokens,
 )
-from edje_index.models.joint_encoder import BertForMaskedLM, JointEncoder, bert_config
+from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.models.joint_inputs import MAX_TEXT_TOKENS, load_joint_tokenizer
 from edje_index.models.weights import check_finite, one_line
 from edje_index.training.batches import CLUSTERING, stream
@@ -51,8 +51,8 @@ def make_start(
 
     Args:
         model: bundle that provides the towers.
-        language: folder of a Hugging Face BERT model, or a bundle, that provides the
-            joint encoder. None takes the joint encoder of `model`.
+        language: folder of a Hugging Face BERT model that provides the joint encoder.
+            None takes the joint encoder of `model`.
         init: bundle that provides the joint encoder instead of `language`, and the
             pooled similarity. If the adapter of this bundle has the configuration in
             the settings, the bundle also provides the adapter and the weights of the
@@ -73,12 +73,7 @@ def make_start(
         if initial is not None:
             joint = initial.joint
         elif language is not None:
-            is_bundle = (language / INFO_FILE).exists()
-            joint = (
-                ModelBundle.load(language).joint
-                if is_bundle
-                else load_language_model(language, tower.embed_dim)
-            )
+            joint = load_language_model(language, tower.embed_dim)
         joint.tokenizer.canonical = architecture.canonical_captions
         if (count := architecture.language_layers) is not None:
             layers = joint.language_model.bert.encoder.layer
@@ -154,12 +149,15 @@ def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
         embed_dim: width of the text embeddings that the joint encoder learns to
             recover.
     """
+    from transformers import BertForMaskedLM
+
     tokenizer = load_joint_tokenizer(folder)
     config = bert_config(folder / "config.json")
     try:
-        model, loading = BertForMaskedLM.from_pretrained(
+        loaded: Any = BertForMaskedLM.from_pretrained(
             folder, config=config, output_loading_info=True
         )
+        model, loading = loaded
         # If the file has no language-model head, the head keeps its random weights.
         missing = [
             name for name in loading["missing_keys"] if not name.startswith("cls.")

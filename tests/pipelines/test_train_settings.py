@@ -101,7 +101,7 @@ def test_the_command_prints_one_line_per_problem_and_exits_with_2(capsys):
 @pytest.mark.parametrize(
     ("changes", "assignments", "words"),
     [
-        ({}, ["loop.epochs=none"], "set loop.steps or loop.epochs"),
+        ({}, ["loop.epochs=none"], "set one of loop.steps and loop.epochs"),
         (
             {},
             ["loop.steps=5", "run.workers=5"],

@@ -63,7 +63,7 @@ def test_recalls_are_those_of_the_checkpoint(case, everything):
 
 
 def test_evaluations_do_not_change_what_is_trained(case, everything, tmp_path):
-    never = task(case, tmp_path, evaluate_every=0)
+    never = task(case, tmp_path, evaluate_every=100)
     run_worker(never, WorkerGroup(), lambda: False)
     assert not evaluations(tmp_path)
     states = [
