@@ -206,9 +206,9 @@ def test_a_run_that_has_made_nothing_takes_other_settings(case):
     assert run_here(*arguments)["steps"] == 6
 
 
-@pytest.mark.parametrize("name", ["start/run.json", "result.json"])
-def test_a_damaged_file_of_the_run_folder_is_named(case, name):
-    path = case / "calm.run" / name
+@pytest.mark.parametrize("name", ["calm.run/start/run.json", "calm/training.json"])
+def test_a_damaged_record_of_a_run_is_named(case, name):
+    path = case / name
     sound = path.read_bytes()
     damages = [
         sound[: len(sound) // 2],
@@ -218,8 +218,8 @@ def test_a_damaged_file_of_the_run_folder_is_named(case, name):
         b"[]",
         b"null",
     ]
-    out = case / ("calm" if name == "result.json" else "moved")
-    if name == "result.json":
+    out = case / ("calm" if path.name == "training.json" else "moved")
+    if path.name == "training.json":
         damages.append(sound.replace(b'"images": 24', b'"images": {}'))
     try:
         for damaged in damages:
@@ -272,7 +272,7 @@ def test_features_in_fewer_bits_give_nearly_the_same_loss(case, tmp_path):
 
 
 def test_a_stop_at_the_very_end_leaves_nothing_in_the_way(case, tmp_path, monkeypatch):
-    """Between what the run says of its bundle and the bundle itself."""
+    """The bundle is complete, and does not have its name yet."""
     options = training(case, tmp_path / "out", "loop.steps=2")
 
     rename = Path.rename
@@ -286,8 +286,8 @@ def test_a_stop_at_the_very_end_leaves_nothing_in_the_way(case, tmp_path, monkey
         stopped.setattr(Path, "rename", stop_before_the_bundle_appears)
         assert "To resume" in run_here(*options, expect=130)["error"]
     assert [path.name for path in tmp_path.iterdir()] == ["out.run"]
-    recorded = json.loads((tmp_path / "out.run" / "result.json").read_text())
     result = run_here(*options)
+    recorded = json.loads((tmp_path / "out" / "training.json").read_text())
     assert (
         recorded["fingerprint"]
         == result["fingerprint"]

@@ -12,5 +12,6 @@ Files in the run folder:
     train.parts/    finished shards of `train.npy`, until it is complete
     checkpoint.pt   weights and optimiser state of the last saved step
     log.jsonl       one record per logged step
-    result.json     result of the finished run
+
+The trained bundle has the result of the run in its file `training.json`.
 """
