@@ -181,8 +181,8 @@ def run_job(
     )
 
     context = click.get_current_context(silent=True)
-    log: Path | None = None if context is None else context.meta.get(LOG_KEY)
-    display = Display(sys.stderr, quiet=is_given(QUIET))
+    # Without the option --log, the log is written to /dev/null.
+    path = None if context is None else context.meta.get(LOG_KEY)
     names = inspect.signature(job).parameters
     stops = not {"should_stop", "on_progress"}.isdisjoint(names)
     try:
@@ -193,9 +193,9 @@ def run_job(
             (
                 stop_on_signals() if stops else contextlib.nullcontext(never)
             ) as should_stop,
-            display.bar,
-            contextlib.nullcontext() if log is None else log_file(log, this_command()),
+            log_file(path or Path(os.devnull), this_command()) as log,
         ):
+            display = Display(sys.stderr, log, quiet=is_given(QUIET))
             stopping = stop_at_events(display, should_stop, "stopped before the end")
             callbacks = {
                 "on_event": display,
@@ -204,7 +204,8 @@ def run_job(
                 "say": lambda text: display(StatusMessage(text)),
             }
             options |= {name: callbacks[name] for name in callbacks if name in names}
-            return job(*arguments, **options)
+            with display.bar:
+                return job(*arguments, **options)
     except (JobStopped, KeyboardInterrupt) as error:
         if isinstance(resume, Path):
             resume = Layout(resume).journal.exists()
