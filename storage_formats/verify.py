@@ -63,7 +63,7 @@ _LEFT_BEHIND = re.compile(r"manifest/shards-[0-9a-f]{8}\.parquet")
 
 def verify_index(
     root: IndexLocation,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[str, int, int], None] | None = None,
 ) -> list[Problem]:
     """Check every file of all kept snapshots of an index.
 
@@ -73,8 +73,8 @@ def verify_index(
 
     Args:
         root: directory of the index, or its URL on an object store.
-        on_progress: called as `on_progress(done, total)` after each shard of the
-            current snapshot. Both arguments are numbers of shards.
+        on_progress: called as `on_progress("verifying", done, total)` after each shard
+            of the current snapshot, with numbers of shards.
 
     Returns:
         All problems that were found. The list is empty if all files are undamaged.
@@ -148,7 +148,7 @@ def _version(index: CommittedIndex) -> tuple[bytes | None, list[Path]]:
 
 
 def _problems(
-    index: CommittedIndex, on_progress: Callable[[int, int], None] | None
+    index: CommittedIndex, on_progress: Callable[[str, int, int], None] | None
 ) -> list[Problem]:
     """Return all problems of an open index. For the arguments, see `verify_index`."""
     manifest = index.manifest
@@ -179,7 +179,7 @@ def _problems(
         problems += shard_problems
         counts = add_counts(counts, shard_counts)
         if on_progress:
-            on_progress(done, len(files_of_shards))
+            on_progress("verifying", done, len(files_of_shards))
     # If a rows file cannot be read, its rows are missing from `counts`, so the totals
     # cannot be compared.
     is_complete = counts.inputs == spec.used_rows

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @command(
     "pipelines.jobs.build:build_index",
-    resume="out",
+    resume=True,
     out="--out",
     model="--model",
     precisions="--precision",
@@ -62,7 +62,7 @@ def _note_failures(job: Job, result: BuildResult) -> None:
 
 
 @command(
-    "pipelines.jobs.update:append_index", resume="index", workers=None, address=None
+    "pipelines.jobs.update:append_index", resume=True, workers=None, address=None
 )
 def append(job: Job) -> None:
     """Add the images of every SOURCE to INDEX.
@@ -82,7 +82,7 @@ def append(job: Job) -> None:
 
 
 @command(
-    "pipelines.jobs.update:update_index", resume="index", workers=None, address=None
+    "pipelines.jobs.update:update_index", resume=True, workers=None, address=None
 )
 def update(job: Job) -> None:
     """Add, replace and delete rows so that INDEX matches its sources.

@@ -101,6 +101,10 @@ def quantize_index(
     started = time.monotonic()
     to = as_list(to, "to", "precisions")
     drop = as_list(drop, "drop", "precisions")
+    if not (to or drop):
+        raise UsageError(
+            "nothing to do: name a precision to add or to drop", parameter="to"
+        )
     request = {"to": sorted(to), "drop": sorted(drop), "source": source}
     with begin(index, "quantize", request) as change:
         before = change.index.spec.precisions

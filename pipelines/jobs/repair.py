@@ -28,6 +28,7 @@ from pipelines.progress.events import (
     StatusMessage,
     ignore,
     never,
+    progress_callback,
     stop_at_events,
 )
 from storage_formats.arrays import Ints
@@ -127,9 +128,7 @@ def repair_index(
     settled: set[str] = set()
     with begin_change(index, "repair") as change:
         root = change.layout.location
-        problems = verify_index(
-            root, lambda done, total: on_event(Progress("verifying", done, total))
-        )
+        problems = verify_index(root, progress_callback(on_event))
         opened = change.index
         layout = opened.layout
         damaged = {problem.path for problem in problems}

@@ -23,6 +23,7 @@ from pipelines.metadata import Ignored, source_values
 from pipelines.progress.events import (
     OnEvent,
     ShouldStop,
+    StatusMessage,
     ignore,
     never,
 )
@@ -405,6 +406,10 @@ def set_columns(
         details = {"rows": rows, "columns": changed}
         edit = Edit(opened.spec, details, columns=after, values=lines)
         manifest = apply(change, edit, on_event, should_stop).manifest
+    if not len(ids):
+        on_event(StatusMessage("no row passes the filter; nothing was changed"))
+    elif not rows:
+        on_event(StatusMessage("the rows have these values; nothing was changed"))
     return EditResult(
         rows,
         len(of_values),

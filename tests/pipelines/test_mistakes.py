@@ -47,7 +47,7 @@ MISTAKES = [
     ("edit photos.edje --rows 1 --set uri=x", 2, "column uri", "set another column"),
     ("edit photos.edje --rows 1 --set captionz=x", 2, "mean caption?", "--new-column"),
     ("delete photos.edje --where 'widht = 3'", 2, "mean width?", "columns are row_id"),
-    ("quantize photos.edje", 2, "nothing to do", "give --to or --drop"),
+    ("quantize photos.edje", 2, "--to: nothing to do", "to add or to drop"),
     ("quantize photos.edje --from 2bit --to fp8", 2, "'gauss2'", "convert from one"),
     ("rollback photos.edje 7", 2, "no snapshot 7", "choose one of: 0"),
     ("copy photos.edje photos.edje", 2, "exists already", "another directory"),
