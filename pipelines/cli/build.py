@@ -61,9 +61,7 @@ def _note_failures(job: Job, result: BuildResult) -> None:
         note(f"{failed} failed; 'edje-index failures {index}' lists them")
 
 
-@command(
-    "pipelines.jobs.update:append_index", resume=True, workers=None, address=None
-)
+@command("pipelines.jobs.update:append_index", resume=True, workers=None, address=None)
 def append(job: Job) -> None:
     """Add the images of every SOURCE to INDEX.
 
@@ -81,9 +79,7 @@ def append(job: Job) -> None:
     _note_failures(job, job.run())
 
 
-@command(
-    "pipelines.jobs.update:update_index", resume=True, workers=None, address=None
-)
+@command("pipelines.jobs.update:update_index", resume=True, workers=None, address=None)
 def update(job: Job) -> None:
     """Add, replace and delete rows so that INDEX matches its sources.
 
