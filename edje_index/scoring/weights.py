@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -270,14 +269,12 @@ def parse_score(
             )
         try:
             weights[part] = float(number) if equals else 1.0
-        except ValueError:
-            weights[part] = math.nan
-        if not abs(weights[part]) <= MAX_WEIGHT:
+            ScoreWeights.of_parts(weights)
+        except ValueError as error:
             raise UsageError(
-                f"the weight of '{part}' must be a number from -1e30 to 1e30, got"
-                f" '{number}'",
+                f"{item.strip()!r} needs a weight from -1e30 to 1e30: {error}",
                 parameter="score",
-            )
+            ) from error
     if not any(weights.values()):
         raise UsageError(
             f"the score '{score}' gives every part the weight 0: give one part another"
