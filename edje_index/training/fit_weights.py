@@ -24,6 +24,7 @@ from edje_index.progress import OnProgress
 from edje_index.scoring.weights import (
     JOINT_PARTS,
     LOGIT,
+    PART_NAMES,
     ScoreWeights,
 )
 from edje_index.training.config import FittingConfig
@@ -196,10 +197,9 @@ def part_shares(pools: DevPools, weights: ScoreWeights) -> dict[str, float] | No
     absolute weight. The share of a part is its spread, divided by the sum of the
     spreads of all parts.
     """
-    spreads = {
-        part: abs(weight) * float(np.std(pools.parts.get(part, 0.0), dtype=np.float64))
-        for part, weight in weights.by_part().items()
-    }
+    spreads = dict.fromkeys(PART_NAMES, 0.0)
+    for part, weight in weights.by_part().items():
+        spreads[part] = abs(weight) * float(np.std(pools.parts[part], dtype=np.float64))
     total = sum(spreads.values())
     return {part: spread / total for part, spread in spreads.items()} if total else None
 

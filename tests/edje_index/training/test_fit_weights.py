@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edje_index.scoring.weights import ScoreWeights, relevance
+from edje_index.scoring.weights import PART_NAMES, ScoreWeights, relevance
 from edje_index.training.fit_weights import (
     DevPools,
     choose_weights,
@@ -83,11 +83,10 @@ def test_the_chosen_weights_have_a_relevance_and_shares_of_the_spread():
     assert chosen.calibration is not None
     spreads = {part: values.std() for part, values in pools.parts.items()}
     products = {
-        part: weight * spreads.get(part, 0.0)
-        for part, weight in chosen.by_part().items()
+        part: weight * spreads[part] for part, weight in chosen.by_part().items()
     }
     total = sum(products.values())
-    shares = {part: product / total for part, product in products.items()}
+    shares = {part: products.get(part, 0.0) / total for part in PART_NAMES}
     assert chosen.shares == pytest.approx(shares, rel=1e-4)
     share = 100 * products["embedding"] / total
     assert f"{share:.0f} % embedding similarity" in chosen.described()
