@@ -314,7 +314,7 @@ def encode_inputs(
     rows = [_row_entry(position, ref) for position, ref in enumerate(refs)]
     _prepare(helpers, range(len(refs)), rows, refs, size)
     pixels = torch.from_numpy(helpers.pixels)
-    batch = _encode(encoder, rows, pixels, lambda tokens: {})
+    batch = _encode(encoder, rows, pixels, ())
     return rows, dict(zip(batch.ready.tolist(), batch.tokens, strict=True))
 
 
