@@ -12,7 +12,7 @@ import queue
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -56,6 +56,7 @@ from pipelines.progress.events import (
     ShouldStop,
     StatusMessage,
     bottleneck,
+    busy_shares,
     ignore,
     never,
 )
@@ -122,6 +123,8 @@ class BuildResult:
             model, and `write`. Its helpers run at the same time: `read` and `decode`
             are the sums of their seconds, and `helpers` is the sum of the seconds that
             they had.
+        busy: shares of the time in which the helpers and the model were busy, with the
+            keys `helpers` and `model`; empty if no times are known.
         truncated: number of indexed images that could be decoded only in part; None if
             an earlier run had finished the build.
         ignored: number of entries in the sources that are not inputs, by suffix or
@@ -176,6 +179,7 @@ class BuildResult:
     images_per_second: float = 0.0
     bottleneck: Bottleneck | None = None
     stage_seconds: Mapping[str, float] | None = None
+    busy: Mapping[str, float] = field(default_factory=dict)
     truncated: int | None = None
     ignored: Mapping[str, int] | None = None
     already_finished: bool = False
@@ -227,6 +231,7 @@ def result_of(
         images_per_second=0.0 if applied is None else applied.speed,
         bottleneck=bottleneck(stage_seconds),
         stage_seconds=dict(stage_seconds),
+        busy=busy_shares(stage_seconds),
         truncated=sum(receipt.truncated for receipt in receipts),
         ignored=None if plan is None else plan.ignored,
         new=counts.indexed,

@@ -122,6 +122,8 @@ class Display:
             line += f", failed {event.failed:,}"
         if event.bottleneck is not None:
             line += f", bottleneck {event.bottleneck}"
+        if event.busy:
+            line += f", busy ({as_text(event.busy, 'busy')})"
         self.bar.update(task.id, line=line)
         is_due = self._clock() - self._shown_at >= _LINE_SECONDS
         if is_new or is_due or event.done == event.total:

@@ -69,6 +69,7 @@ class Progress:
             finished.
         bottleneck: what limits the speed of this run, according to the stage in which
             its workers spent the most time; None if no times are known yet.
+        busy: see `busy_shares`.
         finished_shard: the shard that was just finished; None if the event reports
             something else.
     """
@@ -80,6 +81,7 @@ class Progress:
     finished_shards: int = 0
     failed: int = 0
     bottleneck: Bottleneck | None = None
+    busy: Mapping[str, float] = field(default_factory=dict)
     finished_shard: ShardProgress | None = None
 
 
@@ -117,6 +119,21 @@ def bottleneck(stage_seconds: Mapping[str, float]) -> Bottleneck | None:
     if slowest == "wait" and seconds["read"] > seconds["decode"]:
         return "read"
     return _STAGES[slowest] if seconds[slowest] > 0 else None
+
+
+def busy_shares(stage_seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the shares of the time, 0 to 1, in which "helpers" read and decoded
+    images, and in which "model" ran. Return an empty dict if the times are unknown.
+    """
+    seconds = Counter(stage_seconds)
+    elapsed = sum(seconds[stage] for stage in _STAGES)
+    if not elapsed or not seconds["helpers"]:
+        return {}
+    prepared = seconds["read"] + seconds["decode"]
+    return {
+        "helpers": min(1.0, prepared / seconds["helpers"]),
+        "model": seconds["encode"] / elapsed,
+    }
 
 
 class ShardMeter:
@@ -167,6 +184,7 @@ class ShardMeter:
             len(self._finished),
             self._total["failed"],
             bottleneck(self._total),
+            busy_shares(self._total),
             shard if is_final else None,
         )
 

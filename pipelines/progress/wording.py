@@ -107,4 +107,6 @@ def as_text(value: Any, name: str = "") -> str:
         return (
             human_bytes(value) if re.search(r"\bbytes|_bytes", name) else f"{value:,}"
         )
+    if "busy" in name:
+        return f"{value:.0%}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

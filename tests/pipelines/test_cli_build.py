@@ -58,6 +58,7 @@ def test_a_build_accounts_for_every_input(run, build, index):
     assert result["failed_by_reason"] == {"not-an-image": 1}
     assert result["images_per_second"] > 0
     assert result["bottleneck"] in ("read", "decode", "model", "write")
+    assert set(result["busy"]) == {"helpers", "model"}
     assert result["already_finished"] is False
     assert "duplicates 1, ignored (.txt 1)" in err
     assert result["ignored"] == {".txt": 1}
