@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -502,19 +503,21 @@ def _copy_files(
     entries of the files that were not yet there.
     """
     copied = []
+    done = 0
     copy = partial(place.copy, index.place)
+    until_stopped = itertools.takewhile(lambda _: not should_stop(), entries)
     with contextlib.closing(
-        ordered_map(copy, entries, _FILES_AT_ONCE, 2 * _FILES_AT_ONCE)
+        ordered_map(copy, until_stopped, _FILES_AT_ONCE, 2 * _FILES_AT_ONCE)
     ) as results:
-        for done, (is_new, entry) in enumerate(zip(results, entries, strict=True), 1):
+        for done, (is_new, entry) in enumerate(zip(results, entries, strict=False), 1):
             if is_new:
                 copied.append(entry)
             on_event(Progress("copying files", done, len(entries)))
-            if should_stop() and done < len(entries):
-                raise JobStopped(
-                    f"stopped after {done:,} of {len(entries):,} files; the copied"
-                    " files are kept"
-                )
+    if done < len(entries):
+        raise JobStopped(
+            f"stopped after {done:,} of {len(entries):,} files; the copied files are"
+            " kept"
+        )
     return copied
 
 
