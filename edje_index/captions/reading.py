@@ -104,22 +104,29 @@ def read_captions(
     # (location of an image, its split) -> its captions
     merged: dict[tuple[str, str | None], tuple[str, ...]] = {}
     blank = 0
-    for where, name, values in entries:
-        try:
-            captions, left_out = usable_captions(values)
-        except ValueError as error:
-            raise UsageError(f"{where}: {error}") from error
-        its_split = values.get(SPLIT)
-        its_split = None if its_split is None else str(its_split)
-        if parts is None or its_split in parts:
-            blank += left_out
-        if not captions:
-            continue
-        location = name
-        if scheme_of(name) is None:
-            location = os.path.normpath(os.path.join(folder, name))
-        key = location, its_split
-        merged[key] = merged.get(key, ()) + captions
+    try:
+        for where, name, values in entries:
+            try:
+                captions, left_out = usable_captions(values)
+            except ValueError as error:
+                raise UsageError(f"{where}: {error}") from error
+            its_split = values.get(SPLIT)
+            its_split = None if its_split is None else str(its_split)
+            if parts is None or its_split in parts:
+                blank += left_out
+            if not captions:
+                continue
+            location = name
+            if scheme_of(name) is None:
+                location = os.path.normpath(os.path.join(folder, name))
+            key = location, its_split
+            merged[key] = merged.get(key, ()) + captions
+    except (OSError, ValueError, ImageError, pa.ArrowException) as error:
+        reason = getattr(error, "detail", None) or getattr(error, "strerror", None)
+        raise UsageError(
+            f"cannot read captions from {path}: {reason or error}; check the path, the"
+            " permissions and the format"
+        ) from error
     if not merged:
         raise UsageError(
             f"{file} contains no captions ({blank:,} are blank or missing); give each"
@@ -189,33 +196,26 @@ _Located = tuple[str, str, Json]
 def _table_entries(path: Path) -> Iterator[_Located]:
     table = Table(str(path))
     unit = "row" if table.suffix in (".parquet", ".json") else "line"
-    try:
-        table.check()
-        for entry in table.entries():
-            where = f"{path}, {unit} {entry.number}"
-            if entry.problem:
-                raise UsageError(f"{where}: {entry.problem}")
-            name = entry.image
-            if entry.container is not None:
-                absolute = display_path(os.path.abspath(os.fsencode(path)))
-                name = f"{absolute}!{table.column}/{entry.number - 1}"
-            try:
-                name = os.fsdecode(name)
-                # An escape in JSON can stand for a lone surrogate, which no file name
-                # has.
-                if not name or b"\0" in os.fsencode(name):
-                    raise ValueError("no name of a file")
-            except (TypeError, ValueError) as error:
-                raise UsageError(
-                    f"{where}: the entry has no file name in '{table.column}', but"
-                    f" {name!r}"
-                ) from error
-            yield where, name, entry.values
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise UsageError(
-            f"cannot read {path}: {getattr(error, 'strerror', None) or error}; check"
-            " the path and the format"
-        ) from error
+    table.check()
+    for entry in table.entries():
+        where = f"{path}, {unit} {entry.number}"
+        if entry.problem:
+            raise UsageError(f"{where}: {entry.problem}")
+        name = entry.image
+        if entry.container is not None:
+            absolute = display_path(os.path.abspath(os.fsencode(path)))
+            name = f"{absolute}!{table.column}/{entry.number - 1}"
+        try:
+            name = os.fsdecode(name)
+            # An escape in JSON can stand for a lone surrogate, which no file name
+            # has.
+            if not name or b"\0" in os.fsencode(name):
+                raise ValueError("no name of a file")
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"{where}: the entry has no file name in '{table.column}', but {name!r}"
+            ) from error
+        yield where, name, entry.values
 
 
 def _samples(path: Path, kind: str) -> Iterator[_Located]:
@@ -223,31 +223,20 @@ def _samples(path: Path, kind: str) -> Iterator[_Located]:
     captions.
     """
     archive_path = os.path.abspath(os.fsencode(path))
-    try:
-        with open_ranged(archive_path, only_headers=True) as file:
-            archive = ARCHIVES[kind](file)
-            for member, contents in members_with_sidecars(archive, clips=False):
-                if not contents:
-                    continue
-                name = os.fsdecode(member.name)
-                where = f"{path}, sample {name}"
-                values, unreadable = parse_sidecars(contents)
-                if unreadable:
-                    raise UsageError(
-                        f"{where}: the file {unreadable[0]} beside the image cannot be"
-                        " used; correct or remove it"
-                    )
-                yield where, f"{display_path(archive_path)}!{name}", values
-    except OSError as error:
-        raise UsageError(
-            f"cannot read captions from {path}: {error.strerror or error}; check the"
-            " path and the permissions"
-        ) from error
-    except ImageError as damage:
-        raise UsageError(
-            f"{path} is not an intact archive: {damage.detail}; write or copy this"
-            " file again"
-        ) from damage
+    with open_ranged(archive_path, only_headers=True) as file:
+        archive = ARCHIVES[kind](file)
+        for member, contents in members_with_sidecars(archive, clips=False):
+            if not contents:
+                continue
+            name = os.fsdecode(member.name)
+            where = f"{path}, sample {name}"
+            values, unreadable = parse_sidecars(contents)
+            if unreadable:
+                raise UsageError(
+                    f"{where}: the file {unreadable[0]} beside the image cannot be"
+                    " used; correct or remove it"
+                )
+            yield where, f"{display_path(archive_path)}!{name}", values
 
 
 def is_blank(text: str) -> bool:

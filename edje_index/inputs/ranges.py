@@ -358,7 +358,6 @@ class StreamWindow:
         self._items = self._begin()
         self._kept: deque[StreamItem] = deque()
         self._kept_bytes = self._first = self._end = 0
-        self._is_broken = False
 
     def read(
         self,
@@ -371,18 +370,18 @@ class StreamWindow:
         """
         if self._damage is not None and stop > self._damage[0]:
             raise self._damage[1]
-        if self._is_broken or first < self._first:
+        if first < self._first:
             self._restart()
         while self._end < stop:
-            # After an exception, a generator yields no more items, which looks like
-            # the end of the stream.
-            self._is_broken = True
             try:
                 width, data = next(self._items, (0, None))
-            except ImageError as damage:
-                self._damage = self._end, damage
+            except BaseException as error:
+                if isinstance(error, ImageError):
+                    self._damage = self._end, error
+                # After an exception, a generator yields no more items, which looks
+                # like the end of the stream.
+                self._restart()
                 raise
-            self._is_broken = False
             if not width:
                 break
             self._kept.append(StreamItem(self._end, self._end + width, data))
