@@ -221,8 +221,7 @@ def history(job: Job) -> None:
     Example:
       edje-index history photos.edje
     """
-    snapshots = job.run()
-    job.result = {**job.given, "snapshots": [*map(asdict, snapshots)]}
+    job.result = {**job.given, "snapshots": [*map(asdict, job.run())]}
 
 
 @command("pipelines.jobs.snapshots:roll_back")

@@ -92,7 +92,7 @@ _MEANING_OF_NONE = re.compile(r"[;.] None (?:selects|is|for) (.+?)\.(?= |$)")
 
 
 def _common_option(option: str, description: str) -> click.Option:
-    """Return a flag whose value `pipelines.cli.output.is_given` returns."""
+    """Return a flag whose value `pipelines.cli.output.value_of` returns."""
 
     def remember(context: click.Context, _: click.Parameter, value: bool) -> None:
         if value:

@@ -116,15 +116,17 @@ def print_line(text: str) -> None:
     click.echo(printable(text))
 
 
-def is_given(option: str) -> bool:
-    """Return True if the flag `option`, which is `JSON` or `QUIET`, was given."""
+def value_of(option: str) -> Any:
+    """Return the value of an option of all commands: `JSON`, `QUIET` or `LOG_KEY`. None
+    if it was not given.
+    """
     context = click.get_current_context(silent=True)
-    return context is not None and bool(context.meta.get(option))
+    return None if context is None else context.meta.get(option)
 
 
 def wants_json() -> bool:
     """Return True if the command prints JSON."""
-    return is_given(JSON)
+    return value_of(JSON) is not None
 
 
 def print_result(result: Any, lines: Iterable[str] = ()) -> None:
@@ -176,9 +178,6 @@ def run_job(
         stop_on_signals,
     )
 
-    context = click.get_current_context(silent=True)
-    # Without the option --log, the log is written to /dev/null.
-    path = None if context is None else context.meta.get(LOG_KEY)
     names = inspect.signature(job).parameters
     stops = not {"should_stop", "on_progress"}.isdisjoint(names)
     try:
@@ -189,9 +188,10 @@ def run_job(
             (
                 stop_on_signals() if stops else contextlib.nullcontext(never)
             ) as should_stop,
-            log_file(path or Path(os.devnull), this_command()) as log,
+            # Without the option --log, the log is written to /dev/null.
+            log_file(value_of(LOG_KEY) or Path(os.devnull), this_command()) as log,
         ):
-            display = Display(sys.stderr, log, quiet=is_given(QUIET))
+            display = Display(sys.stderr, log, quiet=bool(value_of(QUIET)))
             stopping = stop_at_events(display, should_stop, "stopped before the end")
             callbacks = {
                 "on_event": display,
