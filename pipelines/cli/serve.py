@@ -73,6 +73,8 @@ def serve(
             source = click.get_current_context().get_parameter_source(name)
             if source is click.core.ParameterSource.COMMANDLINE:
                 raise UsageError("no effect with --mcp: leave it out", parameter=name)
+        if _KEYS_VARIABLE in os.environ:
+            note(f"note: {_KEYS_VARIABLE} has no effect with --mcp")
         with name_missing_extra("mcp"):
             from edje_index.search.token_index import TokenIndex
             from pipelines.service.mcp import mcp_server

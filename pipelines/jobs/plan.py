@@ -23,7 +23,7 @@ from storage_formats.atomic import Json, make_directories
 from storage_formats.cgroups import available_memory
 from storage_formats.change import Change
 from storage_formats.codecs import codec
-from storage_formats.errors import UsageError
+from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.file_check import FileEntry
 from storage_formats.format.json_values import read_json
@@ -417,23 +417,29 @@ class CollectedInputs(CountedColumns):
             self.failed[ref.problem] += 1
         if not ref.metadata:
             return ref
+        kept: dict[str, Value] = {}
+        new = 0
+        for name, value in ref.metadata.items():
+            new += name not in self.kinds
+            if name in self.kinds or len(self.kinds) + new <= MAX_COLUMNS:
+                kept[name] = value
+            else:
+                self.ignored[TOO_MANY] += 1
         lengths = {
             name: len(metadata_text({name: value}).encode())
-            for name, value in ref.metadata.items()
+            for name, value in kept.items()
         }
-        kept: dict[str, Value] = {}
-        total = 0
-        # Short values come first, so that the longest are left out.
-        for name in sorted(lengths, key=lambda name: (lengths[name], name)):
-            if name not in self.kinds and len(self.kinds) == MAX_COLUMNS:
-                self.ignored[TOO_MANY] += 1
-            elif total + lengths[name] > self._max_row_bytes:
-                self.ignored[TOO_LONG] += 1
-            else:
-                total += lengths[name]
-                kept[name] = ref.metadata[name]
-                self.count(name, kept[name])
+        total = sum(lengths.values())
+        # If the metadata is too long, leave out its longest values.
+        for name in sorted(lengths, key=lambda name: (-lengths[name], name)):
+            if total <= self._max_row_bytes:
+                break
+            self.ignored[TOO_LONG] += 1
+            total -= lengths[name]
+            del kept[name]
         self.row_bytes = max(self.row_bytes, total)
+        for name, value in kept.items():
+            self.count(name, value)
         return dataclasses.replace(ref, metadata=kept or None)
 
 
@@ -462,17 +468,21 @@ def recorded_sources(manifest: Manifest) -> tuple[SourceGroup, ...] | None:
     None if the index does not record the sources of all its rows.
     """
     settings = manifest.settings
-    if SOURCES_MEMBER in settings:
-        groups: tuple[SourceGroup, ...] | None = read_json(
-            tuple[SourceGroup, ...] | None, settings[SOURCES_MEMBER]
-        )
-        return groups
     first = manifest.spec.used_segments[0]
-    if len(manifest.spec.used_segments) > 1 or first.first_row:
-        return None
-    if "sources" not in settings:
-        return None
-    return (read_json(SourceGroup, settings),)
+    try:
+        if SOURCES_MEMBER in settings:
+            groups: tuple[SourceGroup, ...] | None = read_json(
+                tuple[SourceGroup, ...] | None, settings[SOURCES_MEMBER]
+            )
+            return groups
+        if len(manifest.spec.used_segments) > 1 or first.first_row:
+            return None
+        return (read_json(SourceGroup, settings),) if "sources" in settings else None
+    except (AttributeError, TypeError) as error:
+        raise CorruptIndexError(
+            f"the recorded sources of the index are damaged: {error!r}; name all"
+            " sources"
+        ) from error
 
 
 def with_sources(manifest: Manifest, groups: Iterable[SourceGroup] | None) -> Json:

@@ -21,6 +21,7 @@ from tests.storage_formats.reading_cases import ODD
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_everything_on_an_index(index, run, tmp_path):
+    pytest.importorskip("matplotlib")
     code, out, err = run(
         "bench", "fetch", index, "--quick", "--report", tmp_path / "r", "--json"
     )
@@ -37,8 +38,10 @@ def test_everything_on_an_index(index, run, tmp_path):
     assert re.search(r"^1/\d+, \d+ min left: ", err, re.MULTILINE)
     assert "warning: bf16, fp8: only the first 300 rows are read" in err
     assert list(index.parent.iterdir()) == [index]
-    text, data = sorted((tmp_path / "r").iterdir(), reverse=True)
+    picture, text, data = sorted((tmp_path / "r").iterdir(), reverse=True)
     text = text.read_text()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"({picture.name})" in text
     assert "bf16: " in text
     assert "queries of 100 photos per second" in text
     assert (

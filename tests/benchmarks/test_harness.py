@@ -103,11 +103,22 @@ def test_an_interrupted_benchmark_continues(tmp_path):
     assert [row["ratio"] for row in report["rows"] if row["values"]] == [1, 2]
 
 
-def test_a_folder_that_cannot_be_written_ends_the_benchmark_at_the_start(tmp_path):
+def test_what_the_end_needs_is_checked_at_the_start(tmp_path, monkeypatch):
+    """A folder that cannot be written ends the benchmark before its first run, and a
+    report needs no matplotlib.
+    """
     paths = (tmp_path, tmp_path / "scratch")
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot write the report"):
         run(ABOUT, [], *paths, print, report_folder=tmp_path / "file")
+    monkeypatch.setattr(harness, "find_spec", lambda name: None)
+    said = []
+    run(ABOUT, [task("ours", 1)], *paths, said.append, report_folder=tmp_path / "out")
+    assert said[0] == "the report has no picture: matplotlib is not installed"
+    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [
+        ".json",
+        ".md",
+    ]
 
 
 def result(subject, rate, repeat, case="cold"):

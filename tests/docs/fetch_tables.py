@@ -85,7 +85,7 @@ def main(path: Path) -> None:
     name = path.name.removesuffix("-fetch.md")
     for page in (REPO / each for each in PAGES):
         text = replaced(page.read_text(), path.read_text())
-        # links to the report
+        # links to the report and its picture
         text = re.sub(r"results/[\d-]{10}-fetch\.", f"results/{name}-fetch.", text)
         page.write_text(text)
 
