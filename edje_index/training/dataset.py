@@ -325,17 +325,17 @@ def prepare_captions(
     group.any(False)
     missing = missing[group.rank :: group.size]
     if missing:
-        models = {"embedding": read_bundle_info(bundle)}
-        canonical = models["embedding"].canonical_captions
+        tower = load_text_tower(read_bundle_info(bundle), device)
+        towers = {"embedding": tower}
         if data.miner is not None:
-            models["mining"] = matching_bundle(data.miner.index)
-        towers = {}
-        for name, info in models.items():
-            towers[name] = load_text_tower(info, device)
+            miner = load_text_tower(matching_bundle(data.miner.index), device)
             # As in the published code, the text tower of the mining model reads
             # captions in the same form as the tower of `bundle`.
-            towers[name].canonical = canonical
-        tokenizer = load_joint_tokenizer(bundle / JOINT_FOLDER, canonical=canonical)
+            miner.canonical = tower.canonical
+            towers["mining"] = miner
+        tokenizer = load_joint_tokenizer(
+            bundle / JOINT_FOLDER, canonical=tower.canonical
+        )
     stopped = False
     for number in missing:
         stopped = should_stop()

@@ -50,6 +50,7 @@ from edje_index.training.pooled_similarity import fit_pooled_similarity
 from edje_index.training.start import make_trainable, trained_part
 from edje_index.training.step import AlignmentObjective, JointObjective
 from edje_index.training.workers import WorkerGroup
+from storage_formats.atomic import Json
 from storage_formats.errors import TaskInterrupted, UsageError
 from storage_formats.format.offset import estimate_offset
 from storage_formats.threads import ordered_map
@@ -61,7 +62,6 @@ MAX_BAD_STEPS = 10
 """Training fails if the gradients of this many steps in a row, or of all steps of a
 shorter phase, are not finite.
 """
-Record = dict[str, Any]
 # warm-up steps as a fraction of the alignment steps
 _ALIGNMENT_WARMUP = 0.1
 # number of batches that are made in advance
@@ -99,7 +99,7 @@ def run_worker(
     task: TrainTask,
     group: WorkerGroup,
     should_stop: Callable[[], bool],
-    on_record: Callable[[Record], None] = lambda _: None,
+    on_record: Callable[[Json], None] = lambda _: None,
 ) -> None:
     """Run `task` on this worker. If there is a checkpoint, training continues from the
     last checkpoint.
@@ -220,7 +220,7 @@ class _Run:
     group: WorkerGroup
     device: torch.device
     should_stop: Callable[[], bool]
-    on_record: Callable[[Record], None]
+    on_record: Callable[[Json], None]
 
     def write(self, phase: str, step: int, steps: int, **more: Any) -> None:
         """Add a record to the log, on worker 0."""
@@ -301,11 +301,9 @@ class _Run:
                     settings,
                     epochs_before,
                 )
-                factors = (settings.adapter_lr_factor, 1.0)
-                for parameters, factor in zip(
-                    optimizer.param_groups, factors, strict=True
-                ):
-                    parameters["lr"] = rate * factor
+                adapter, others = optimizer.param_groups
+                adapter["lr"] = rate * settings.adapter_lr_factor
+                others["lr"] = rate
                 waiting_since = time.monotonic()
                 batch = next(batches)
                 waited += time.monotonic() - waiting_since
@@ -331,11 +329,11 @@ class _Run:
                 if settings.clip_norm:
                     nn.utils.clip_grads_with_norm_(trained, settings.clip_norm, norm)
                 # A step whose gradient is not finite is skipped.
-                is_bad = group.any(not bool(torch.isfinite(norm)))
+                is_bad = group.any(not torch.isfinite(norm))
                 if not is_bad:
                     optimizer.step()
                 optimizer.zero_grad()
-                skipped = torch.tensor(float(is_bad), device=self.device)
+                skipped = norm.new_tensor(is_bad)
                 sums.update({**losses, "gradient": norm, "skipped": skipped})
                 bad_steps = bad_steps + 1 if is_bad else 0
                 done = step + 1
@@ -492,8 +490,7 @@ def learning_rate(
     if config.decay == "epoch":
         epoch = (epochs_before or 0) + step // steps_per_epoch
         return max(config.min_lr, config.lr * config.decay_rate**epoch)
-    done = (step - warmup) / max(1, total_steps - warmup)
-    share = (1 + math.cos(math.pi * min(1.0, done))) / 2
+    share = (1 + math.cos(math.pi * (step - warmup) / (total_steps - warmup))) / 2
     return config.min_lr + (config.lr - config.min_lr) * share
 
 

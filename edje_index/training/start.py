@@ -5,7 +5,6 @@ cluster centres of patch features.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,11 @@ from edje_index.models.adapter import (
 )
 from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.models.joint_inputs import MAX_TEXT_TOKENS, load_joint_tokenizer
-from edje_index.models.weights import check_finite, one_line
+from edje_index.models.weights import (
+    assign_weights,
+    check_finite,
+    read_weights_files,
+)
 from edje_index.training.batches import CLUSTERING, stream
 from edje_index.training.config import ArchitectureConfig
 from edje_index.training.dataset import TrainingData
@@ -153,22 +156,20 @@ def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
 
     tokenizer = load_joint_tokenizer(folder)
     config = bert_config(folder / "config.json")
-    try:
-        loaded: Any = BertForMaskedLM.from_pretrained(
-            folder, config=config, output_loading_info=True
-        )
-        model, loading = loaded
-        # If the file has no language-model head, the head keeps its random weights.
-        missing = [
-            name for name in loading["missing_keys"] if not name.startswith("cls.")
-        ]
-        if missing:
-            raise ModelError(f"the tensor {missing[0]} is missing")
-    except Exception as error:
-        raise ModelError(
-            f"cannot read the weights in {folder}: {one_line(error)}; give the"
-            " directory of a BERT model"
-        ) from error
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        path = folder / "pytorch_model.bin"
+    model = BertForMaskedLM(config)
+    known = model.state_dict()
+    # If the file has no language-model head, the head keeps its random weights.
+    state = {name: tensor for name, tensor in known.items() if name.startswith("cls.")}
+    for short, tensor in read_weights_files([path])[0].items():
+        name = short if short.startswith(("bert.", "cls.")) else f"bert.{short}"
+        # The decoder shares its weights with the word embeddings and its bias with the
+        # language-model head.
+        if name in known and "decoder" not in name:
+            state[name] = tensor
+    assign_weights(model, state, str(path))
     words = max(config.vocab_size, len(tokenizer))
     model.resize_token_embeddings(words, mean_resizing=False)
     joint = JointEncoder(model.config, tokenizer, embed_dim)

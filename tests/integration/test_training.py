@@ -122,10 +122,15 @@ def start(arguments: list[str | Path]) -> subprocess.Popen:
     )
 
 
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of steps in the log of a run."""
+    return [record for record in read_log(run_dir) if record["phase"] != "captions"]
+
+
 def wait_for_steps(process: subprocess.Popen, run_dir: Path, lines: int) -> None:
-    """Until the log has `lines` lines."""
+    """Until the log has `lines` lines about steps."""
     deadline = time.monotonic() + 240
-    while len(read_log(run_dir)) < lines:
+    while len(steps_of(run_dir)) < lines:
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -154,9 +159,7 @@ def test_a_killed_training_resumes_to_the_same_bits(case, tmp_path, lines):
     assert weights(out) == weights(case / "calm")
     assert result["steps"] == 30
     positions = [
-        (record["phase"], record["step"])
-        for record in read_log(tmp_path / "out.run")
-        if record["phase"] != "captions"
+        (record["phase"], record["step"]) for record in steps_of(tmp_path / "out.run")
     ]
     assert positions == [
         *(("alignment", step) for step in range(1, 5)),
@@ -419,7 +422,7 @@ def test_two_workers_train_one_model(case, tmp_path):
     assert process.returncode == 1, "it was done before it could be stopped"
     assert "To resume" in error
     run_process(*arguments)
-    one_log, two_log = (read_log(tmp_path / f"{name}.run") for name in ("one", "two"))
+    one_log, two_log = (steps_of(tmp_path / f"{name}.run") for name in ("one", "two"))
     assert (
         [record["step"] for record in two_log]
         == [record["step"] for record in one_log]

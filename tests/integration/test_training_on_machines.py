@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from edje_index.training.checkpoints import read_log
 from tests.command_line import command, run_process
 from tests.integration.ray_nodes import RayNodes
-from tests.integration.test_training import make_case, training, wait_for_steps
+from tests.integration.test_training import (
+    make_case,
+    steps_of,
+    training,
+    wait_for_steps,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +61,7 @@ def start(case: Path, out: Path, nodes: RayNodes) -> subprocess.Popen:
 
 def check_losses(case: Path, out: Path) -> None:
     local, several = (
-        read_log(folder.with_suffix(".run")) for folder in (case / "local", out)
+        steps_of(folder.with_suffix(".run")) for folder in (case / "local", out)
     )
     assert [record["step"] for record in several] == list(range(1, STEPS + 1))
     for one, other in zip(local, several, strict=True):

@@ -86,10 +86,12 @@ def test_a_language_model_without_a_weight_is_refused(language):
     state = load_file(path)
     del state["encoder.layer.1.output.dense.weight"]
     save_file(state, path)
-    with pytest.raises(ModelError, match=r"layer\.1\.output\.dense\.weight is missing"):
+    with pytest.raises(
+        ModelError, match=r"1 tensors missing .*layer\.1\.output\.dense"
+    ):
         load_language_model(language, embed_dim=24)
     path.unlink()
-    with pytest.raises(ModelError, match="give the directory of a BERT model"):
+    with pytest.raises(ModelError, match=r"cannot read .*pytorch_model\.bin"):
         load_language_model(language, embed_dim=24)
 
 
