@@ -158,6 +158,7 @@ class ShardWriter:
             FileNotFoundError: a later attempt at the shard has removed the private
                 files.
         """
+        self.stage_tokens()
         number = len(self._spec.shard_rows(self._shard))
         counts = Counts(number, number, 0)
         truncated = 0
