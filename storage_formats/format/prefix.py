@@ -166,7 +166,8 @@ class Prefix(Layout):
         if self.own_claim is None:
             return False
         current = self._read_claim()
-        return current is not None and self._owns(current.data)
+        # No other claim contains the random identifier of this place.
+        return current is not None and self.owner.encode() in current.data
 
     def is_changing(self) -> bool:
         keys = map(self.relative, (self.claim, self.journal))
@@ -368,10 +369,6 @@ class Prefix(Layout):
         except FileNotFoundError:
             return None
 
-    def _owns(self, claim: bytes) -> bool:
-        # No other claim contains the random identifier of this place.
-        return self.owner.encode() in claim
-
     def _renew(self, ended: threading.Event) -> None:
         while not ended.wait(_RENEWAL_SECONDS):
             # After an error, the next renewal tries again. If another process has taken
@@ -380,7 +377,7 @@ class Prefix(Layout):
                 current = self._read_claim()
                 # The answer of an earlier renewal may have been lost, so the claim is
                 # recognised by its owner.
-                if current and self._owns(current.data):
+                if current and self.owner.encode() in current.data:
                     self._put_claim(current)
 
     def _probe(self) -> None:

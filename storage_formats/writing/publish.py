@@ -109,14 +109,11 @@ def write_tables(
         }
         # A new table of an existing segment needs lines of the old table, too.
         if len(tables) < len(old.used_segments):
-            dropped = tuple(
-                f"{folder}/{name}/"
-                for name in {*old.precisions} - {*spec.precisions}
-                for folder in ("tokens", "checksums")
-            )
+            dropped = {*old.precisions} - {*spec.precisions}
             for shard, files in before.shard_files().items():
                 for file in files.values():
-                    if not file.path.startswith(dropped):
+                    # tokens and checksums have a folder for each precision
+                    if file.path.split("/")[1] not in dropped:
                         lines.setdefault(file.path, (shard, file))
     for segment in spec.used_segments:
         in_segment = spec.segment_shards(segment)
