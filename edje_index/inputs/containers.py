@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from edje_index.images.decode import ImageError
 from edje_index.inputs.column_types import BYTES, column_kind
@@ -36,6 +35,7 @@ from edje_index.inputs.names import (
 )
 from edje_index.inputs.ranges import RangedFile, StreamWindow, Turns, open_ranged
 from edje_index.inputs.tars import Member, TarArchive, check_bytes
+from storage_formats.format.parquet import iter_batches, open_parquet
 from storage_formats.remote.urls import is_url
 
 PARQUET = "parquet"
@@ -198,9 +198,7 @@ class ParquetImages:
     def __init__(self, file: RangedFile, column: str) -> None:
         self._file = file
         with _named_damage("the Parquet file"):
-            self._parquet = pq.ParquetFile(
-                file, pre_buffer=False, buffer_size=_PARQUET_BUFFER
-            )
+            self._parquet = open_parquet(file, buffer_size=_PARQUET_BUFFER)
             leaf = image_leaf(self._parquet.schema_arrow, column)
         if leaf is None:
             raise ImageError(
@@ -241,9 +239,7 @@ class ParquetImages:
         # A batch has one row, to bound memory. A Parquet file stores a repeated value
         # once, so a batch of many rows could be much larger than the file.
         with _named_damage("the Parquet file"):
-            for batch in self._parquet.iter_batches(
-                1, [group], [self._leaf], use_threads=False
-            ):
+            for batch in iter_batches(self._parquet, 1, [self._leaf], [group]):
                 value = batch.column(0)[0].as_py()
                 yield 1, value["bytes"] if isinstance(value, dict) else value
 

@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from edje_index.images.decode import HEAD_BYTES, image_format, undecoded_format
 from edje_index.inputs.column_types import BYTES, TEXT, column_kind
@@ -40,6 +39,7 @@ from edje_index.inputs.ranges import RangedFile, open_file, open_ranged
 from edje_index.inputs.refs import MAX_INPUT_BYTES
 from storage_formats.atomic import Json
 from storage_formats.errors import UsageError
+from storage_formats.format.parquet import iter_batches, open_parquet
 from storage_formats.format.source_columns import (
     CAPTION_COLUMNS,
     PlainText,
@@ -532,9 +532,7 @@ def open_table(path: bytes) -> Iterator[tuple[RangedFile, Any]]:
     Raise ValueError if the file declares more rows than its bytes can hold.
     """
     with open_ranged(path) as file:
-        # Threads of pyarrow can continue after a read, and then abort the interpreter
-        # at exit, so no read of sources starts one.
-        parquet = pq.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
+        parquet = open_parquet(file, buffer_size=1 << 20)
         if parquet.metadata.num_rows > file.length:
             raise ValueError(
                 f"the file declares {parquet.metadata.num_rows} rows, but has only"
@@ -559,7 +557,7 @@ def _holds_images(parquet: Any, name: str) -> bool:
     if kind is not None:
         return bool(kind == "Image")
     others = 0
-    for batch in parquet.iter_batches(1, columns=[leaf], use_threads=False):
+    for batch in iter_batches(parquet, 1, [leaf]):
         value = batch.column(0)[0].as_py()
         data = value["bytes"] if isinstance(value, dict) else value
         # Several values are examined, because the first may be damaged, for example the
@@ -648,7 +646,7 @@ def parquet_rows(
     """
     features = _features_of(file.schema_arrow)
     columns = names if leaves is None else leaves
-    for batch in file.iter_batches(rows, columns=columns, use_threads=False):
+    for batch in iter_batches(file, rows, columns):
         values: list[list[Any]] = []
         for name in names:
             positions = batch.schema.get_all_field_indices(name)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from dataclasses import dataclass
 
-from storage_formats.atomic import Json, json_bytes
+from storage_formats.atomic import Json, fsync_path, json_bytes
+from storage_formats.errors import EdjeError
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.file_check import parsing
 from storage_formats.format.places import Place
@@ -79,3 +81,24 @@ def manifest_digest(place: Place) -> str | None:
     """Return the SHA-256 of `index.json` in hexadecimal; None if there is none."""
     data = place.read(place.manifest)
     return None if data is None else hashlib.sha256(data).hexdigest()
+
+
+def end_erasure(place: Place) -> None:
+    """Move the files of an erasure into place if a process was killed after its commit.
+    Until then, the files of the index do not match `index.json`. Does nothing if the
+    index cannot be written or another process is changing it.
+    """
+
+    def is_committed() -> bool:
+        return place.journal.exists() and unfinished_journal(place) is None
+
+    # A reader may lack the permission to write, so errors are ignored.
+    with contextlib.suppress(OSError, EdjeError):
+        # A reader of an erasure that is not committed must not disturb writers.
+        if is_committed():
+            with place.claimed():
+                if is_committed():
+                    # The former files may be replaced only after `index.json` is
+                    # durable.
+                    fsync_path(place.root)
+                    place.move_erased()

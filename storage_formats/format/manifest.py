@@ -24,6 +24,7 @@ from storage_formats.errors import (
 )
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.file_check import FileEntry
+from storage_formats.format.journal import end_erasure
 from storage_formats.format.json_values import read_json, write_json
 from storage_formats.format.layout import (
     FORMAT,
@@ -369,10 +370,7 @@ class CommittedIndex:
         """
         place = reading_place(location)
         if place.erased.exists():
-            # Until the end of a committed erasure, files do not match `index.json`.
-            from storage_formats.change import finish_committed
-
-            finish_committed(place)
+            end_erasure(place)
         data, manifest = _load(place, snapshot)
         return cls(place.of_snapshot(data), manifest)
 

@@ -7,7 +7,7 @@ and then abort the interpreter at exit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +24,38 @@ _SMALL_BYTES = 64 << 20
 _MAX_ROWS_PER_BYTE = 8
 _MAX_EXPANSION = 1000
 _MAX_TEXT_EXPANSION = 100
+
+
+def open_parquet(source: Any, *, buffer_size: int = 0) -> pq.ParquetFile:
+    """Open a Parquet file, a path or an open file. The returned object is a context
+    manager that closes the file.
+
+    Args:
+        buffer_size: number of bytes of a column that are read at once. 0 reads the
+            whole column of a row group at once.
+
+    Raises:
+        OSError, pyarrow.ArrowException: the file cannot be read or is not a Parquet
+            file.
+    """
+    return pq.ParquetFile(source, pre_buffer=False, buffer_size=buffer_size)
+
+
+def iter_batches(
+    file: pq.ParquetFile,
+    rows: int,
+    columns: list[str],
+    row_groups: list[int] | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """Yield `columns` of an open file in batches of at most `rows` rows. `row_groups`
+    are the numbers of the row groups to read; None reads all.
+
+    Raises:
+        OSError, pyarrow.ArrowException: the file is damaged.
+    """
+    yield from file.iter_batches(
+        rows, row_groups=row_groups, columns=columns, use_threads=False
+    )
 
 
 def read_table(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
