@@ -139,14 +139,16 @@ def test_all_changes_give_the_same_index_as_in_a_directory(tmp_path, folder):
 
 def test_a_damaged_file_is_repaired_where_it_lies(index, folder):
     quantize_index(index, ["int8"])
+    add_ann(index)
     copy_index(index, URL)
     sound = stored(folder)
+    folder.delete([key for key in sound if key.startswith("ann/")])
     for key in ("tokens/int8/c.1.0", "checksums/int8/00000000.crc32c"):
         data = bytearray(sound[key])
         data[7] ^= 1
         put(folder, key, bytes(data))
     assert {problem.path for problem in verify_index(URL)} >= {"tokens/int8/c.1.0"}
-    assert len(repair_index(URL).repaired) == 2
+    assert len(repair_index(URL).repaired) == 3
     assert verify_index(URL) == []
     assert stored(folder) == sound
 
@@ -218,7 +220,7 @@ def test_a_change_that_is_cut_at_any_request_recovers(name, index, folder, monke
     check_cuts(name, index, folder, monkeypatch, step=1)
 
 
-@pytest.mark.parametrize(("name", "step"), [("delete", 7), ("erase", 19)])
+@pytest.mark.parametrize(("name", "step"), [("delete", 7), ("erase", 29)])
 def test_a_change_that_is_cut_at_some_requests_recovers(
     name, step, index, folder, monkeypatch
 ):
@@ -287,7 +289,7 @@ def test_only_one_process_changes_an_index(index, folder):
     )
     worker.start()
     assert entered.wait(30)
-    with pytest.raises(EdjeError, match=r"process \d+ on .* is working on s3://"):
+    with pytest.raises(EdjeError, match=r"process \d+ .* working on s3://"):
         delete_rows(URL, rows=[1])
     go_on.set()
     worker.join()
@@ -441,13 +443,4 @@ def test_an_unfinished_change_is_not_copied_over(index, other, folder):
         copy_index(index, URL)
     copy_index(index, URL, replace=True)
     assert not any(key.startswith("build/") for key in folder.list_sizes())
-    assert verify_index(URL) == []
-
-
-def test_a_missing_faiss_file_is_built_again(index, folder):
-    add_ann(index)
-    copy_index(index, URL)
-    for key in [key for key in folder.list_sizes() if key.startswith("ann/")]:
-        folder.delete([key])
-    assert repair_index(URL).left == ()
     assert verify_index(URL) == []

@@ -157,36 +157,6 @@ def test_the_patterns_of_a_build_hold_for_later_changes(config, photos):
         run_build(config(exclude=["!"], out=request.out.with_name("third")))
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv"])
-def test_the_table_of_an_image_folder_gives_columns(config, photos, kind):
-    write_photo(photos / "train/0.jpg", 30)
-    rows = [
-        {"file_name": "00.jpg", "text": "a dog", "stars": 3},
-        {"file_name": "train/0.jpg", "text": "a lake", "stars": 4},
-        {"file_name": "gone.jpg", "text": "nothing", "stars": 5},
-    ]
-    lines = [json.dumps(row) for row in rows]
-    if kind == "csv":
-        lines = ["file_name,text,stars"]
-        lines += [",".join(map(str, row.values())) for row in rows]
-    (photos / f"metadata.{kind}").write_text("\n".join(lines))
-    (photos / "00.txt").write_text("a caption beside")
-    events: list[Any] = []
-    request = config()
-    assert run_build(request, events.append).ignored["(metadata without a file)"] == 1
-    table = read_rows(request.out, columns=["uri", "text", "stars", "captions"])
-    found = {Path(row.pop("uri")).name: row for row in table.to_pylist()}
-    assert found["00.jpg"] == {
-        "text": "a dog",
-        "stars": 3,
-        "captions": ["a caption beside"],
-    }
-    assert found["0.jpg"] == {"text": "a lake", "stars": 4, "captions": None}
-    assert found["01.jpg"]["text"] is None
-    texts = [text for event in events if (text := getattr(event, "text", ""))]
-    assert "captions are in the column captions and the column text" in texts
-
-
 @pytest.mark.parametrize("name", ["caption", "text", "words"])
 def test_a_build_says_which_column_holds_the_captions(config, photos, name):
     path = photos / "list.jsonl"

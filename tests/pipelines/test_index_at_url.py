@@ -150,7 +150,7 @@ def test_a_commit_never_takes_the_place_of_another(index, other, folder):
 
 
 def test_damage_is_not_copied(index, tmp_path, folder):
-    put("index.json", b"noise")
+    put("index.json", b"[" * 100_000)
     with pytest.raises(CorruptIndexError, match=r"index\.json"):
         copy_index(index, URL)
     assert list(folder.list_sizes()) == ["index.json"]

@@ -174,13 +174,14 @@ def test_names_in_a_table_may_be_written_in_other_ways(tmp_path):
     }
     for number, name in enumerate(listed):
         write_photo(tmp_path / "sub" / name, number)
-    records = [{"file_name": name, "text": name} for name in listed.values()]
+    names = [*listed.values(), "gone.jpg"]
+    records = [{"file_name": name, "text": name} for name in names]
     write_lines(tmp_path / "metadata.jsonl", records)
     refs, ignored = scan(tmp_path)
     assert [ref.metadata for ref in refs] == [
         {"text": text} for text in listed.values()
     ]
-    assert ignored == {}
+    assert ignored == {"(metadata without a file)": 1}
 
 
 def test_each_row_has_the_captions_of_its_source(tmp_path, config):

@@ -62,19 +62,6 @@ MEMBERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
-)
-def test_image_members_are_inputs(tmp_path, form):
-    path = write_tar(tmp_path / "a.tar", MEMBERS, form)
-    refs, ignored = scan(path)
-    assert [ref.uri for ref in refs] == [f"{path}!0001.jpg", f"{path}!0002.png"]
-    assert [read_bytes(ref) for ref in refs] == [b"first", b"x" * 512]
-    assert refs[0].metadata == {"captions": ["caption"]}
-    assert refs[1].metadata is None
-    assert ignored == {}
-
-
 def test_folders_hidden_files_and_files_without_suffix(tmp_path):
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w") as archive:

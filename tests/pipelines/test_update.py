@@ -860,20 +860,6 @@ def test_copies_of_photos_in_a_missing_folder_do_not_take_their_rows(
     assert contents(built) == before
 
 
-def test_helpers_of_an_append_do_not_change_its_bytes(built, photos, tmp_path):
-    for seed in range(60, 66):
-        write_photo(tmp_path / "more" / f"{seed}.jpg", seed)
-    shutil.copytree(built, tmp_path / "other")
-    for root, helpers in ((built, 0), (tmp_path / "other", 2)):
-        result = append_index(root, tmp_path / "more", engine="inline", helpers=helpers)
-        assert result.indexed == 6
-    assert contents(built) == contents(tmp_path / "other")
-    assert (
-        update(built, photos, tmp_path / "more", helpers=1).unchanged
-        == update(tmp_path / "other", photos, tmp_path / "more").unchanged
-    )
-
-
 def test_a_list_with_repeated_and_missing_entries(config, photos, tmp_path):
     listing = tmp_path / "list.jsonl"
     names = ("00", "01", "00", "gone")

@@ -12,11 +12,9 @@ import json
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from http.client import HTTPConnection, HTTPResponse
 
 import httpx
@@ -34,7 +32,6 @@ from tests.pipelines.service.server import (
     resident_bytes,
     serve,
     serve_with,
-    serving,
 )
 
 KEY = "a-key-of-enough-letters"
@@ -111,53 +108,6 @@ def test_a_cancelled_caller_does_not_free_its_thread():
         assert len(begun) == 3
 
     asyncio.run(test())
-
-
-# A service whose file system hangs until the file "go" exists. It writes one letter
-# to the file "begun" for each thread that hangs.
-_HANGING = """
-import sys, time
-from pathlib import Path
-from edje_index.inputs.thumbnails import thumbnail_of
-from pipelines.service import routes
-from pipelines.service.guard import Limits
-from pipelines.service.server import address_of, listen, open_warm, run_service
-
-folder = Path(sys.argv[2])
-
-def hang(*arguments):
-    with (folder / "begun").open("a") as file:
-        file.write("x")
-    while not (folder / "go").exists():
-        time.sleep(0.01)
-    return thumbnail_of(*arguments)
-
-routes.thumbnail_of = hang
-with listen("127.0.0.1", 0) as listener:
-    ready = lambda: print(address_of(listener), flush=True)
-    limits = Limits(deadline_seconds=1.0)
-    run_service(open_warm(Path(sys.argv[1])), limits, listener, ready)
-"""
-
-
-@pytest.mark.slow
-def test_requests_that_end_early_do_not_free_their_threads(index, tmp_path):
-    """The requests of both kinds end: those at their deadline, and those whose clients
-    leave.
-    """
-    arguments = [sys.executable, "-c", _HANGING, str(index), str(tmp_path)]
-    with serving(tmp_path, arguments) as service, ThreadPoolExecutor(16) as pool:
-        get = partial(httpx.get, f"{service.url}/thumbnails/0")
-
-        def leave(_: int) -> None:
-            with pytest.raises(httpx.ReadTimeout):
-                get(timeout=0.2)
-
-        list(pool.map(leave, range(16)))
-        assert get(timeout=60).status_code == 504
-        assert (tmp_path / "begun").read_text() == "xxxx"
-        (tmp_path / "go").touch()
-        assert get(timeout=60).status_code == 200
 
 
 def test_invalid_keys_are_refused_and_not_shown(index, run, monkeypatch):
