@@ -13,35 +13,9 @@ from pathlib import Path
 import click
 import pytest
 
-from pipelines.cli.bundles import model
-from pipelines.cli.changes import ann
-from pipelines.cli.main import _MODULE_OF, SECTIONS, cli
+from pipelines.cli.main import _MODULE_OF
 from tests.command_line import command, environment
 from tests.conftest import REPO
-
-TOP = [name for section in SECTIONS.values() for name in section]
-GROUPS = {"model": model, "ann": ann}
-PATHS = [[name] for name in TOP if name not in (*GROUPS, "bench")]
-PATHS += [
-    [name, command]
-    for name, group in GROUPS.items()
-    for command in group.list_commands(None)
-]
-
-
-@pytest.mark.parametrize("path", PATHS, ids=" ".join)
-def test_every_command_explains_itself_with_examples(run, path):
-    code, out, err = run(*path, "--help")
-    assert (code, err) == (0, "")
-    assert "Usage: edje-index " + " ".join(path) in out
-    assert "Example" in out
-    group = GROUPS[path[0]] if len(path) > 1 else cli
-    command = group.get_command(None, path[-1])
-    assert command.help.split("\n\n")[0].endswith(".")
-    assert all(
-        option.help for option in command.params if isinstance(option, click.Option)
-    )
-
 
 JOB = """
 import a_package_that_is_not_installed

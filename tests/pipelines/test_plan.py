@@ -176,16 +176,15 @@ def test_nothing_to_index_is_refused_and_leaves_nothing(config, photos):
 
 
 def test_a_full_disk_is_refused_with_numbers_and_leaves_nothing(config, monkeypatch):
-    monkeypatch.setattr(planning, "free_disk", lambda _: 12_345)
-    with pytest.raises(UsageError, match=r"10 inputs .*tokens .* 12\.3 kB are free"):
-        run_build(config())
-    assert not config().out.exists()
-
-
-def test_too_little_memory_is_refused_with_numbers(config, monkeypatch):
-    monkeypatch.setattr(planning, "available_memory", lambda: 10**8)
-    with pytest.raises(UsageError, match=r"100\.0 MB are free; use fewer workers"):
-        run_build(config())
+    for resource, message in (
+        ("free_disk", r"10 inputs .*tokens .* 100\.0 MB are free"),
+        ("available_memory", r"100\.0 MB are free; use fewer workers"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(planning, resource, lambda *_: 10**8)
+            with pytest.raises(UsageError, match=message):
+                run_build(config())
+        assert not config().out.exists()
 
 
 def test_workers_fill_the_machine_and_its_memory_unless_told(
@@ -224,32 +223,27 @@ def test_workers_fill_the_machine_and_its_memory_unless_told(
 
 @pytest.mark.parametrize(("workers", "share"), [(None, 1 / 2), (6, 1 / 2), (7, 1 / 3)])
 def test_workers_share_the_gpus_evenly(config, monkeypatch, workers, share):
-    request = config()
-    stored = plan(request)
+    stored = plan(config())
     on_gpus = dataclasses.replace(stored.settings, device="cuda")
-    monkeypatch.setattr(building, "cuda_devices", lambda: 3)
     shares = []
+    monkeypatch.setattr(building, "cuda_devices", lambda: 3)
     monkeypatch.setattr(
         building, "open_engine", lambda *_, gpus, **__: shares.append(gpus)
     )
-    building.encoding(
-        SimpleNamespace(layout=Directory(request.out)),
-        dataclasses.replace(stored, settings=on_gpus),
-        Execution("ray", workers),
-        print,
-    )
+    change = SimpleNamespace(layout=Directory(config().out))
+    stored = dataclasses.replace(stored, settings=on_gpus)
+    building.encoding(change, stored, Execution("ray", workers), print)
     assert shares == [share]
 
 
 def test_the_memory_limit_chooses_the_nearest_neighbour_index(monkeypatch):
-    monkeypatch.setattr(planning, "free_disk", lambda _: 10**15)
     monkeypatch.setattr(planning, "available_memory", lambda: 10**12)
     spec = IndexSpec(10_000_000, 1024, (4, 16), 384)
     assert disk_need(spec)["ann"] == int(10_000_000 * 104 * 1.02)
     assert disk_need(spec, memory=10**9)["ann"] == int(10_000_000 * 56 * 1.02)
     check_ann_memory(spec, 10**9)
+    monkeypatch.setattr(planning, "available_memory", lambda: 10**8 + 1)
     for parameter, limit in (("memory", 10**8), ("sources", None)):
-        monkeypatch.setattr(planning, "available_memory", lambda: 10**8 + 1)
         with pytest.raises(UsageError, match=r"neighbour .*100\.0 MB") as error:
             check_ann_memory(spec, limit)
         assert error.value.parameter == parameter
@@ -272,12 +266,10 @@ def test_a_precision_that_is_unknown_or_does_not_fit_is_refused_and_leaves_nothi
 
 @pytest.mark.parametrize("name", ["photo.jpg", "build/other"])
 def test_a_folder_with_other_things_in_it_is_refused(config, name):
-    stranger = config().out / name
-    stranger.parent.mkdir(parents=True)
-    stranger.touch()
+    write_files(config().out, {name: ""})
     with pytest.raises(UsageError, match="not empty and not an index"):
         run_build(config())
-    assert stranger.exists()
+    assert (config().out / name).exists()
 
 
 def test_a_source_or_a_file_as_output_is_refused(config, photos):
@@ -300,37 +292,51 @@ def tree(folder):
 
 def test_an_estimate_agrees_with_the_build_and_writes_nothing(config, tmp_path):
     request = config(dedupe=True)
+    dry = config(dedupe=True, dry_run=True)
     before = tree(tmp_path)
-    tried = run_build(config(dedupe=True, dry_run=True))
+    tried = run_build(dry)
     estimate = tried.estimate
     assert tree(tmp_path) == before
     stop_after_one_shard(run_build, request)
     stopped = tree(request.out)
-    assert run_build(config(dedupe=True, dry_run=True)).estimate["finished_shards"] == 1
+    assert run_build(dry).estimate["finished_shards"] == 1
     assert tree(request.out) == stopped
     result = run_build(request)
     for name in ("inputs", "duplicates", "rows", "shards"):
         assert getattr(tried, name) == getattr(result, name)
-    assert estimate["disk_bytes"] == disk_need(
-        CommittedIndex.open(request.out).manifest.spec
-    )
-    used = sum(
-        path.stat().st_size for path in (Directory(request.out).tokens).rglob("c.*")
-    )
+    spec = CommittedIndex.open(request.out).manifest.spec
+    assert estimate["disk_bytes"] == disk_need(spec)
+    tokens = Directory(request.out).tokens.rglob("c.*")
+    used = sum(path.stat().st_size for path in tokens)
     assert 0.9 * used <= estimate["disk_bytes"]["tokens"] <= 1.2 * used
     assert (estimate["workers"], estimate["finished_shards"]) == (1, 0)
 
 
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 V2 = ("memory.max", "memory.current")
+V1_STAT = ((*V1, "memory.stat"), 5_000, 2_000)
+V2_STAT = ((*V2, "memory.stat"), 5_000, 2_000)
+STAT = """inactive_file 20
+active_file 5
+shmem 50
+{0}inactive_file 200
+{0}active_file 50"""
 
 
 @pytest.mark.parametrize(
     ("membership", "cgroups", "expected"),
     [
         ("0::/a/b", {"": (V2, "max", 9_000), "a/b": (V2, 5_000, 6_000)}, 0),
+        ("0::/a/b", {"a": (V2, 5_000, 2_000), "a/b": (V2, 4_000, 0)}, 3_000),
         # not mounted, as in a container
         ("4:memory:/a/b", {"memory": (V1, 5_000, 2_000)}, 3_000),
+        # the cache of files is given up when memory is short
+        ("0::/", {"": (V2_STAT, 5_000, 2_000, STAT.format(""))}, 3_250),
+        (
+            "4:memory:/",
+            {"memory": (V1_STAT, 5_000, 2_000, STAT.format("total_"))},
+            3_250,
+        ),
         (
             "1:cpu:/\n4:memory:/a/b\n0::/",
             {"memory": (V1, 2**63 - 4096, 0), "memory/a": (V1, 5_000, 1_000)},
@@ -342,28 +348,12 @@ V2 = ("memory.max", "memory.current")
 def test_the_limits_of_all_cgroups_bound_the_memory(
     tmp_path, membership, cgroups, expected
 ):
-    mount = tmp_path / "sys/fs/cgroup"
     write_files(tmp_path, {"proc/self/cgroup": membership})
     for cgroup, (names, *values) in cgroups.items():
-        write_files(mount / cgroup, dict(zip(names, values, strict=True)))
+        folder = tmp_path / "sys/fs/cgroup" / cgroup
+        write_files(folder, dict(zip(names, values, strict=True)))
+    available = available_memory(tmp_path)
     if expected is None:
-        available = available_memory(tmp_path)
         assert 10**6 < available <= psutil.virtual_memory().total
     else:
-        assert available_memory(tmp_path) == expected
-
-
-@pytest.mark.parametrize(("names", "prefix"), [(V1, "total_"), (V2, "")])
-def test_the_cache_of_files_is_given_up_when_memory_is_short(tmp_path, names, prefix):
-    mount = tmp_path / "sys/fs/cgroup"
-    write_files(tmp_path, {"proc/self/cgroup": "0::/" if names is V2 else "4:memory:/"})
-    write_files(
-        mount if names is V2 else mount / "memory",
-        {
-            names[0]: 5_000,
-            names[1]: 2_000,
-            "memory.stat": f"inactive_file 20\nactive_file 5\nshmem 50"
-            f"\n{prefix}inactive_file 200\n{prefix}active_file 50",
-        },
-    )
-    assert available_memory(tmp_path) == 3_250
+        assert available == expected

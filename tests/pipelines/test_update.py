@@ -10,7 +10,6 @@ import os
 import shutil
 import tarfile
 import tracemalloc
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,10 +42,10 @@ from storage_formats import (
     TokenStore,
     UsageError,
     read_rows,
-    verify_index,
 )
 from storage_formats.format.places import Directory
 from tests.conftest import all_files, problems_and_counts
+from tests.pipelines.archives import write_tar, write_zip
 from tests.pipelines.conftest import run_build, stop_after_one_shard, write_photo
 
 
@@ -73,11 +72,10 @@ def build(request: Any) -> Path:
     return Path(request.out)
 
 
-def write_tar(path: Path, photos: Path) -> list[int]:
+def pack(path: Path, photos: Path) -> list[int]:
     """Seven photos; returns an offset in the data of each."""
-    with tarfile.open(path, "w") as archive:
-        for photo in sorted(photos.glob("0[0-6].jpg")):
-            archive.add(photo, photo.name)
+    names = sorted(photos.glob("0[0-6].jpg"))
+    write_tar(path, {photo.name: photo.read_bytes() for photo in names})
     with tarfile.open(path) as archive:
         return [member.offset_data + 10 for member in archive.getmembers()]
 
@@ -102,6 +100,12 @@ def contents(root: Path) -> dict[str, tuple[str, str | None, str | None, bytes]]
 def row_ids(root: Path) -> dict[str, int]:
     rows = read_rows(root, columns=["row_id", "uri"]).to_pylist()
     return {Path(row["uri"]).name: row["row_id"] for row in rows}
+
+
+def status_of(root: Path, name: str) -> str:
+    assert problems_and_counts(root) == []
+    (row,) = read_rows(root, [row_ids(root)[name]], ["status"]).to_pylist()
+    return row["status"]
 
 
 def files(root: Path) -> dict[str, tuple[int, int]]:
@@ -195,7 +199,7 @@ def test_duplicates_of_failed_inputs_have_failed(config, photos):
 def test_an_image_beside_an_archive_deletes_no_rows(config, tmp_path, photos):
     folder = tmp_path / "folder"
     folder.mkdir()
-    write_tar(folder / "a.tar", photos)
+    pack(folder / "a.tar", photos)
     for number in range(5):
         write_photo(folder / "more" / f"{number}.jpg", 40 + number)
     root = build(config(sources=[str(folder)]))
@@ -292,7 +296,7 @@ def test_members_of_a_truncated_archive_have_not_vanished(
     config, photos, tmp_path, lost
 ):
     path = tmp_path / "photos.tar"
-    end = write_tar(path, photos)[-lost]
+    end = pack(path, photos)[-lost]
     root = build(config(sources=[str(path)]))
     assert update(root).unchanged == 7
     os.truncate(path, end)
@@ -304,7 +308,7 @@ def test_a_lost_archive_whose_failed_row_was_deleted_has_not_vanished(
     config, photos, tmp_path
 ):
     path = tmp_path / "photos.tar"
-    os.truncate(path, write_tar(path, photos)[-1])
+    os.truncate(path, pack(path, photos)[-1])
     root = build(config(sources=[str(path)]))
     delete_rows(root, rows=[row_ids(root)["photos.tar"]])
     os.truncate(path, 100)
@@ -323,14 +327,14 @@ def test_a_file_that_cannot_be_read_has_not_vanished(built, photos):
 def test_a_duplicate_gets_tokens_when_its_original_vanishes(config, photos):
     write_photo(photos / "05.jpg", 1)
     root = build(config(dedupe=True))
-    assert contents(root)[str(photos / "03.jpg")][0] == "duplicate"
+    assert status_of(root, "03.jpg") == "duplicate"
     assert update(root).unchanged == 9
     (photos / "01.jpg").unlink()
     check(update(root), changed=1, duplicates=1, vanished=1, deleted=3)
-    assert contents(root)[str(photos / "03.jpg")][0] == "indexed"
+    assert status_of(root, "03.jpg") == "indexed"
     (photos / "03.jpg").unlink()
     check(update(root), moved=1, duplicates=0, vanished=0)
-    assert contents(root)[str(photos / "05.jpg")][0] == "indexed"
+    assert status_of(root, "05.jpg") == "indexed"
 
 
 def test_sources_of_appends_are_recorded(built, photos, tmp_path):
@@ -359,17 +363,14 @@ def test_new_sources_are_recorded_if_no_row_changes(built, photos, tmp_path):
     before = manifest.read_bytes()
     update(built)
     assert manifest.read_bytes() == before
-    assert append_index(built, (str(other.parent),), engine="inline").rows == 0
+    assert append_index(built, other.parent, engine="inline").rows == 0
     assert len(history(built)) == 1
-    assert manifest.read_bytes() != before
     before = manifest.read_bytes()
-    for source in (other.parent, other):
-        assert append_index(built, (str(source),), engine="inline").rows == 0
+    assert append_index(built, other, engine="inline").rows == 0
     assert manifest.read_bytes() == before
     (photos / "01.jpg").unlink()
-    (photos / "03.jpg").unlink(missing_ok=True)
     update(built)
-    assert contents(built)[str(other)][0] == "indexed"
+    assert status_of(built, "x.jpg") == "indexed"
 
 
 def stop_in_mid_update(root: Path, calls: int) -> None:
@@ -396,18 +397,6 @@ def test_a_stopped_update_resumes(built, photos, config):
     assert contents(built) == contents(built.with_name("fresh"))
 
 
-def test_a_stopped_update_starts_anew_if_the_sources_change(built, photos):
-    for seed in range(30, 40):
-        write_photo(photos / f"{seed}.jpg", seed)
-    stop_in_mid_update(built, 22)
-    write_photo(photos / "30.jpg", 70)
-    for seed in range(31, 40):
-        (photos / f"{seed}.jpg").unlink()
-    assert (update(built).new, verify_index(built)) == (1, [])
-    stop_all = sorted(path.name for path in (built / "tokens/bf16").glob("c.*"))
-    assert stop_all == ["c.0.0.0", "c.1.0.0", "c.2.0.0", "c.3.0.0"]
-
-
 def test_the_command(built, photos, run):
     change_photos(photos)
     before = files(built)
@@ -415,15 +404,11 @@ def test_the_command(built, photos, run):
     assert files(built) == before
     assert "3 to index + 0 duplicates + 1 failed + 5 unchanged" in words
     assert "new 2 changed 1 vanished 2" in words
-    code, output, errors = run("update", built, "--engine", "inline", "--json")
-    assert code == 0
-    assert json.loads(output)["snapshot"] == 1
-    assert "2 inputs failed; " in errors
+    assert run.json("update", built, "--engine", "inline")["snapshot"] == 1
     shutil.rmtree(photos)
     photos.mkdir()
-    code, output, errors = run("update", built, "--json")
-    assert code == 1
-    assert "lists no images" in json.loads(output)["error"]
+    code, output, _ = run("update", built, "--json")
+    assert (code, "lists no images" in json.loads(output)["error"]) == (1, True)
 
 
 def retry(root: Path, **options: Any) -> BuildResult:
@@ -432,15 +417,13 @@ def retry(root: Path, **options: Any) -> BuildResult:
 
 def test_failed_inputs_are_tried_again(built, photos):
     before = all_files(built)
-    check(retry(built), inputs=9, unchanged=8, deleted=0, rows=0, snapshot=0)
+    check(retry(built), unchanged=8, deleted=0, rows=0, snapshot=0)
     assert all_files(built) == before, "it failed again"
     write_photo(photos / "07.jpg", 77)
     (photos / "00.jpg").unlink()
     write_photo(photos / "30.jpg", 30)
-    result = retry(built)
-    check(result, inputs=9, unchanged=7, new=2, vanished=1)
-    check(result, deleted=2, rows=2, snapshot=1)
-    assert contents(built)[str(photos / "07.jpg")][0] == "indexed"
+    check(retry(built), unchanged=7, new=2, vanished=1, deleted=2, snapshot=1)
+    assert status_of(built, "07.jpg") == "indexed"
     assert update(built).unchanged == 9
 
 
@@ -450,34 +433,23 @@ def test_inputs_that_work_now_are_tried_again_with_the_same_content(
     def refuse(*_, **__):
         raise ImageError("unsupported-image", "by an earlier version")
 
-    content = (photos / "04.jpg").read_bytes()
-    (photos / "04.jpg").unlink()
-    assert update(built).vanished == 1
-    (photos / "04.jpg").write_bytes(content)
+    write_photo(photos / "04.jpg", 44)
     with monkeypatch.context() as patched:
         patched.setattr(preparation, "decode_input", refuse)
         assert update(built).failed == 2
     assert update(built).unchanged == 7
     check(retry(built), unchanged=7, new=1, failed=1)
-    assert contents(built)[str(photos / "04.jpg")][0] == "indexed"
+    assert status_of(built, "04.jpg") == "indexed"
 
 
 def test_values_that_users_set_survive_a_retry(photos, config):
     path = photos / "list.csv"
-
-    def write(caption):
-        path.write_text(f"path,caption\n00.jpg,a\n07.jpg,{caption}\n08.jpg,c\n")
-
-    write("b")
+    path.write_text("path,caption\n00.jpg,a\n07.jpg,b\n08.jpg,c\n")
     (photos / "08.jpg").write_bytes(b"broken")
     root = build(config(sources=[str(path)]))
     ids = row_ids(root)
-    failed = [ids["07.jpg"], ids["08.jpg"]]
-    set_columns(
-        root,
-        failed,
-        {"caption": ["mine", None], "title": ["x", "y"], "unknown": [None]},
-    )
+    values = {"caption": ["mine", None], "title": ["x", "y"], "unknown": [None]}
+    set_columns(root, [ids["07.jpg"], ids["08.jpg"]], values)
     for seed, name in ((77, "07.jpg"), (88, "08.jpg")):
         write_photo(photos / name, seed)
         # the other one fails again at first
@@ -487,19 +459,16 @@ def test_values_that_users_set_survive_a_retry(photos, config):
     titles = read_rows(root, columns=["title"])["title"].to_pylist()
     assert sorted(map(str, titles)) == ["None", "x", "y"]
     check(update(root), unchanged=3, edited=0)
-    write("B")
-    assert update(root).edited == 1
-    assert captions(root)["07.jpg"] == "mine"
     set_columns(root, read_rows(root)["row_id"].to_pylist(), unset=["caption", "title"])
-    assert captions(root) == {"00.jpg": "a", "07.jpg": "B", "08.jpg": "c"}
-    assert not read_rows(root, columns=["title"])["title"].is_valid().to_pylist()[-1]
+    assert captions(root) == {"00.jpg": "a", "07.jpg": "b", "08.jpg": "c"}
+    assert read_rows(root, columns=["title"])["title"].null_count == 3
 
 
 def test_a_retry_keeps_deleted_and_excluded_members_of_an_archive_out(
     photos, config, tmp_path
 ):
     path = tmp_path / "photos.tar"
-    end = write_tar(path, photos)[3]
+    end = pack(path, photos)[3]
     whole = path.read_bytes()
     os.truncate(path, end)
     root = build(config(sources=[str(path)], exclude=["01.jpg", "05.jpg"]))
@@ -531,22 +500,19 @@ def test_changed_columns_of_a_list_are_replaced_without_encoding(photos, config)
     root = build(config(sources=[str(path)]))
     ids = row_ids(root)
     check(update(root), unchanged=3, edited=0, snapshot=0)
-    set_columns(root, [ids["00.jpg"]], {"caption": ["my dog"], "title": ["mine"]})
     path.write_text(
         "path,caption,stars,place\n00.jpg,a dog,5,here\n01.jpg,,2,\n02.jpg,a hill,3,\n"
     )
     before = files(root / "tokens/bf16")
     check(update(root), unchanged=3, edited=3, rows=0)
     assert files(root / "tokens/bf16") == before
-    # what was edited stays until the list says something else
-    assert captions(root) == {"00.jpg": "my dog", "01.jpg": None, "02.jpg": "a hill"}
-    rows = read_rows(root, columns=["stars", "place", "title"]).to_pylist()
+    assert captions(root) == {"00.jpg": "a dog", "01.jpg": None, "02.jpg": "a hill"}
+    rows = read_rows(root, columns=["stars", "place"]).to_pylist()
     assert [row["stars"] for row in rows] == [5, 2, 3]
     assert [row["place"] for row in rows] == ["here", None, None]
-    assert rows[0]["title"] == "mine"
     assert row_ids(root) == ids
     assert problems_and_counts(root) == []
-    roll_back(root, 1)
+    roll_back(root, 0)
     assert captions(root)["02.jpg"] is None
 
 
@@ -694,7 +660,7 @@ def test_what_was_deleted_before_a_merge_stays_deleted(config, photos, tmp_path)
 
 def test_a_stopped_update_is_not_resumed_with_other_captions(photos, config):
     path = photos / "list.csv"
-    names = [f"{number:02}.jpg" for number in (0, 1, 2, 4, 5, 6, 8, 9)]
+    names = ["00.jpg", "01.jpg", "02.jpg", "04.jpg", "05.jpg", "06.jpg"]
 
     def write(caption, count):
         rows = [f"{name},{caption}\n" for name in names[:count]]
@@ -702,29 +668,28 @@ def test_a_stopped_update_is_not_resumed_with_other_captions(photos, config):
 
     write("old", 2)
     root = build(config(sources=[str(path)], shard_size=2))
-    write("first", 8)
+    write("first", 6)
     stop_after_one_shard(update_index, root, engine="inline")
-    write("second", 8)
+    write("second", 4)
     update(root)
     assert {*captions(root).values()} == {"second"}
+    # no token file of the stopped update is left
+    assert len([*(root / "tokens/bf16").glob("c.*")]) == 2
     assert problems_and_counts(root) == []
 
 
 def test_duplicates_of_a_failed_input_are_tried_again(config, photos):
-    write_photo(photos / "00.jpg", 70)
     content = (photos / "00.jpg").read_bytes()
-    (photos / "05.jpg").write_bytes(content)
-    (photos / "00.jpg").write_bytes(content[:-200])
-    (photos / "05.jpg").write_bytes(content[:-200])
+    for name in ("00.jpg", "05.jpg"):
+        (photos / name).write_bytes(content[:-200])
     root = build(config(dedupe=True))
-    assert contents(root)[str(photos / "05.jpg")][0] == "duplicate"
+    assert status_of(root, "05.jpg") == "duplicate"
     for name in ("00.jpg", "05.jpg"):
         (photos / name).write_bytes(content)
-    result = retry(root)
     # a duplicate has no row of its own
-    check(result, new=1, duplicates=1, deleted=3)
-    assert contents(root)[str(photos / "00.jpg")][0] == "indexed"
-    assert str(photos / "05.jpg") not in contents(root)
+    check(retry(root), new=1, duplicates=1, deleted=3)
+    assert status_of(root, "00.jpg") == "indexed"
+    assert "05.jpg" not in row_ids(root)
 
 
 LINES = b"""{"file_name": "00.jpg", "text": "zero"}
@@ -784,29 +749,24 @@ def test_texts_of_a_list_that_cannot_be_read_are_not_taken_for_empty(
     assert update(config().out).edited == 0
 
 
+@pytest.mark.parametrize("source", ["folder", "folder/photos.zip"])
 def test_a_damaged_sidecar_in_an_archive_is_not_taken_for_empty(
-    config, photos, tmp_path
+    config, photos, tmp_path, source
 ):
     path = tmp_path / "folder" / "photos.zip"
     path.parent.mkdir()
+    photo = (photos / "00.jpg").read_bytes()
 
     def write(caption):
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.write(photos / "00.jpg", "00.jpg")
-            archive.writestr("00.txt", caption)
+        write_zip(path, {"00.jpg": photo, "00.txt": caption})
 
-    for source in (path, path.parent):
-        write(b"a dog")
-        request = config(
-            sources=[str(source)], out=str(tmp_path / f"{source.name}.edje")
-        )
-        run_build(request)
-        write(b"\xff\xfe\0")
-        assert update(request.out).edited == 0
-        (row,) = read_rows(request.out, columns=["captions"]).to_pylist()
-        assert row["captions"] == ["a dog"]
-        write(b"a cat")
-        assert update(request.out).edited == 1
+    write(b"a dog")
+    root = build(config(sources=[str(tmp_path / source)]))
+    write(b"\xff\xfe\0")
+    assert update(root).edited == 0
+    assert read_rows(root)["captions"].to_pylist() == [["a dog"]]
+    write(b"a cat")
+    assert update(root).edited == 1
 
 
 def test_moved_files_keep_their_rows_and_are_not_encoded_again(
@@ -858,16 +818,3 @@ def test_copies_of_photos_in_a_missing_folder_do_not_take_their_rows(
     with pytest.raises(EdjeError, match=r"cannot compare .*photos with the index"):
         update(built)
     assert contents(built) == before
-
-
-def test_a_list_with_repeated_and_missing_entries(config, photos, tmp_path):
-    listing = tmp_path / "list.jsonl"
-    names = ("00", "01", "00", "gone")
-    listing.write_text(
-        "".join(json.dumps({"path": f"photos/{name}.jpg"}) + "\n" for name in names)
-    )
-    root = build(config(sources=[str(listing)], max_failed=1))
-    assert update(root).unchanged == 3
-    (photos / "00.jpg").unlink()
-    write_photo(photos / "gone.jpg", 80)
-    check(update(root), changed=1, failed_by_reason={"missing": 2})

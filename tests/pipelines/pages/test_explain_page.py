@@ -193,11 +193,11 @@ def test_the_heat_of_a_word_is_that_of_its_nearest_token(case):
     assert match.drops[1] == pytest.approx(float(whole - less), abs=1e-4)
     attention = np.random.default_rng(0).random((4, 3, 3)).astype(np.float32)
     maps = _match_maps(match, attention)[-len(match.words) :]
-    nearest = match.similarities.argmax(axis=1)
-    for at, (mask, label) in enumerate(maps):
-        assert label.startswith(match.words[at])
-        strength = match.similarities[at].max().clip(min=1e-6)
-        assert mask == _mask(strength * attention[nearest[at]])
+    for word, near, (mask, label) in zip(
+        match.words, match.similarities, maps, strict=True
+    ):
+        assert label.startswith(word)
+        assert mask == _mask(near.max().clip(min=1e-6) * attention[near.argmax()])
 
 
 def test_what_cannot_be_explained_is_refused(case, run, tmp_path):

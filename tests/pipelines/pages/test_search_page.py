@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edje_index.inputs.containers import ARCHIVE_SUFFIXES, PARQUET_SUFFIX
 from pipelines import build_index
-from pipelines.pages import _environment
 from pipelines.progress.wording import printable
 from tests.pipelines.conftest import write_photo
 
@@ -90,13 +88,6 @@ def test_the_answer_comes_first_and_both_orders_show_every_photo(index, run, tmp
     kinds = [reference.partition(",")[0] for reference in page.references()]
     assert kinds == ["data:image/jpeg;base64"] * 12
     assert "url(" not in (tmp_path / "page.html").read_text()
-
-
-def test_only_the_name_of_an_archive_is_left_out():
-    short_name = _environment().get_template("hits.html").module.short_name
-    for suffix in (*ARCHIVE_SUFFIXES, PARQUET_SUFFIX):
-        assert short_name(f"/x/a{suffix}!b/wow!.jpg").strip() == "wow!.jpg"
-    assert short_name("/x/wow!.jpg").strip() == "wow!.jpg"
 
 
 def test_queries_and_names_are_escaped(index, run, tmp_path):
