@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ def _pack(photos: Path, folder: Path) -> None:
 
 def test_packed_photos_give_the_tokens_of_files(tmp_path, photos, packed, config):
     run_build(config())
-    request = replace(config(), sources=(str(packed),), out=tmp_path / "packed.edje")
+    request = config(sources=(str(packed),), out=tmp_path / "packed.edje")
     result = run_build(request)
     assert (result.inputs, result.indexed, result.failed) == (30, 27, 3)
     assert verify_index(request.out) == []
@@ -64,7 +63,7 @@ def test_packed_photos_give_the_tokens_of_files(tmp_path, photos, packed, config
 
 
 def test_damaged_tokens_of_members_are_encoded_again(tmp_path, packed, config):
-    request = replace(config(), sources=(str(packed),), out=tmp_path / "packed.edje")
+    request = config(sources=(str(packed),), out=tmp_path / "packed.edje")
     run_build(request)
     for path in (request.out / "tokens/bf16").glob("c.*"):
         path.unlink()
@@ -96,7 +95,9 @@ def clips(tmp_path):
 
 @pytest.fixture
 def request_clips(config, clips):
-    return replace(config(frames=3, max_failed=1.0), sources=(str(clips),))
+    """Makes a request to build `clips`, with changes."""
+    settings = {"frames": 3, "max_failed": 1.0, "sources": (str(clips),)}
+    return lambda **changes: config(**{**settings, **changes})
 
 
 def by_name(root: Path) -> dict[str, dict[str, Any]]:
@@ -104,42 +105,41 @@ def by_name(root: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_one_row_per_clip(request_clips, monkeypatch):
-    result = run_build(request_clips)
+    result = run_build(request_clips())
     assert (result.inputs, result.indexed, result.duplicates) == (7, 5, 0)
     assert result.failed_by_reason == {"not-an-image": 1, "corrupt": 1}
-    assert verify_index(request_clips.out) == []
-    rows = by_name(request_clips.out)
+    assert verify_index(request_clips().out) == []
+    rows = by_name(request_clips().out)
     assert rows.keys() == {*NAMES, "b.mp4", "c.mov"}
     clip = rows["a.mkv"]
     assert (clip["width"], clip["height"], clip["scene"]) == (96, 64, "a cat")
     # thumbnails have a smaller limit of their own
     monkeypatch.setattr("edje_index.images.clips.MAX_CLIP_PIXELS", 0)
-    thumbnails = read_thumbnails(request_clips.out, range(7))
+    thumbnails = read_thumbnails(request_clips().out, range(7))
     shown = [each.jpeg is not None for each in thumbnails]
     assert shown == [True] * 4 + [False] * 2 + [True]
 
 
 def test_clips_in_archives_have_the_tokens_of_files(clips, request_clips, tmp_path):
-    run_build(request_clips)
+    run_build(request_clips())
     members = {path.name: path.read_bytes() for path in sorted(clips.iterdir())}
-    packed = replace(
-        request_clips,
+    packed = request_clips(
         sources=(str(write_zip(tmp_path / "b.zip", members)), str(clips / "a.mp4")),
         out=tmp_path / "packed.edje",
     )
     result = run_build(packed)
     assert (result.inputs, result.indexed, result.failed) == (8, 6, 2)
     assert by_name(packed.out)["b.zip!a.mp4"]["scene"] == "a cat"
-    _same_blocks(packed.out, request_clips.out, "b.zip!", NAMES)
+    _same_blocks(packed.out, request_clips().out, "b.zip!", NAMES)
 
 
 def test_changes_keep_the_number_of_frames(request_clips, clips, tmp_path):
-    whole = replace(request_clips, out=tmp_path / "whole.edje", shard_size=8)
+    whole = request_clips(out=tmp_path / "whole.edje")
     first = tmp_path / "first"
     first.mkdir()
     for name in ("a.mp4", "b.mp4"):
         shutil.copy(clips / name, first)
-    index = replace(whole, sources=(str(first),), out=tmp_path / "grown.edje")
+    index = request_clips(sources=(str(first),), out=tmp_path / "grown.edje")
     run_build(index)
     added = append_index(index.out, clips, engine="inline", max_failed=1.0)
     assert (added.indexed, added.duplicates, added.failed) == (4, 2, 1)

@@ -156,7 +156,6 @@ def test_an_unset_value_is_that_of_the_sources(tmp_path):
     result = set_columns(root, [0, 1, 2], {"stars": [8]}, unset=["title"])
     assert (result.rows, result.values, result.columns) == (3, 6, ("stars", "title"))
     assert column(root, "title") == {0: "a", 1: "b"}
-    assert column(root, "stars") == dict.fromkeys(range(3), 8)
     result = set_columns(root, [], where="row_id < 2", unset=["stars", "when"])
     assert (result.values, column(root, "stars")) == (3, {0: 1, 1: 2, 2: 8})
     assert column(root, "when") == dict.fromkeys(range(3), NOON)
@@ -164,7 +163,7 @@ def test_an_unset_value_is_that_of_the_sources(tmp_path):
     again = set_columns(root, [0, 1], unset=["stars", "title"])
     assert (again.values, again.snapshot) == (0, result.snapshot)
     assert problems_and_counts(root) == []
-    with pytest.raises(UsageError, match=r"no column titel \(did you mean title\?\)"):
+    with pytest.raises(UsageError, match=r"did you mean title\?"):
         set_columns(root, [0], unset=["titel"])
 
 

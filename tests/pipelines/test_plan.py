@@ -57,13 +57,6 @@ def stored_plan(request: Any) -> Plan:
     return Plan.parse(read_journal(Directory(request.out)).plan)
 
 
-def settings_of_request(request: Any) -> BuildSettings:
-    names = [field.name for field in dataclasses.fields(BuildSettings)]
-    return BuildSettings.choose(
-        None, **{name: getattr(request, name) for name in names}
-    )
-
-
 def test_a_plan_holds_every_input_and_is_resumed_without_looking_at_the_sources(
     config, photos
 ):
@@ -136,7 +129,7 @@ def test_another_model_is_refused_with_both_fingerprints(config, tmp_path):
     begun = stored_plan(config())
     other = create_untrained_bundle(tmp_path / "other", seed=1, sizes=TINY)
     with pytest.raises(UsageError, match=begun.model["fingerprint"]) as caught:
-        run_build(dataclasses.replace(config(), model=other.path))
+        run_build(config(model=other.path))
     assert other.encoder_fingerprint in str(caught.value)
 
 
@@ -162,9 +155,7 @@ def test_another_machine_goes_on_with_the_data_type_of_the_first(
 def test_a_model_bundle_may_move(config, tmp_path, tiny_bundle):
     plan(config())
     shutil.copytree(tiny_bundle, tmp_path / "moved")
-    assert (
-        run_build(dataclasses.replace(config(), model=tmp_path / "moved")).indexed == 9
-    )
+    assert run_build(config(model=tmp_path / "moved")).indexed == 9
 
 
 def test_nothing_to_index_is_refused_and_leaves_nothing(config, photos):
@@ -175,13 +166,13 @@ def test_nothing_to_index_is_refused_and_leaves_nothing(config, photos):
     assert not config().out.exists()
 
 
-def test_a_full_disk_is_refused_with_numbers_and_leaves_nothing(config, monkeypatch):
-    for resource, message in (
-        ("free_disk", r"10 inputs .*tokens .* 100\.0 MB are free"),
-        ("available_memory", r"100\.0 MB are free; use fewer workers"),
+def test_too_little_space_or_memory_is_refused_with_numbers(config, monkeypatch):
+    for resource, free, message in (
+        ("free_disk", 12_345, r"10 inputs .*tokens .* 12\.3 kB are free"),
+        ("available_memory", 10**8, r"100\.0 MB are free; use fewer workers"),
     ):
         with monkeypatch.context() as patched:
-            patched.setattr(planning, resource, lambda *_: 10**8)
+            patched.setattr(planning, resource, lambda *_, free=free: free)
             with pytest.raises(UsageError, match=message):
                 run_build(config())
         assert not config().out.exists()
@@ -194,7 +185,12 @@ def test_workers_fill_the_machine_and_its_memory_unless_told(
     monkeypatch.setattr(planning, "cuda_devices", lambda: 3)
     monkeypatch.setattr(ray_engine, "check_ray", lambda _: None)
     info = read_bundle_info(tiny_bundle)
-    settings = settings_of_request(config())
+    # what a build records in any case
+    chosen = dict.fromkeys(["column", "max_pixels", "dtype", "frames", "shard_size"])
+    chosen |= {"sources": (), "dedupe": False, "precisions": ("bf16",)}
+    settings = BuildSettings.choose(
+        None, **chosen, batch_size=2, threads=1, device="cpu"
+    )
     need = sum(workers_memory(1, settings, info).values())
     monkeypatch.setattr(planning, "available_memory", lambda: 8 * need)
 
@@ -211,7 +207,9 @@ def test_workers_fill_the_machine_and_its_memory_unless_told(
     assert workers(on_gpus, workers=7) == 7
     monkeypatch.setattr(planning, "cuda_devices", lambda: 1)
     assert workers(on_gpus) == 2
-    named = settings_of_request(config(device="cuda:1", batch_size=None))
+    named = BuildSettings.choose(
+        None, **chosen, batch_size=None, threads=1, device="cuda:1"
+    )
     assert (named.dtype, named.batch_size, workers(named)) == ("bfloat16", 128, 2)
     assert workers(workers=3) == 3
     assert workers(engine="inline", workers=3) == 1
@@ -274,7 +272,7 @@ def test_a_folder_with_other_things_in_it_is_refused(config, name):
 
 def test_a_source_or_a_file_as_output_is_refused(config, photos):
     with pytest.raises(UsageError, match="also one of the sources"):
-        run_build(dataclasses.replace(config(), out=photos / "." / ".." / "photos"))
+        run_build(config(out=photos / "." / ".." / "photos"))
     config().out.touch()
     with pytest.raises(UsageError, match="not a directory"):
         run_build(config())

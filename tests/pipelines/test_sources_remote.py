@@ -278,7 +278,7 @@ def _listing(keys: list[str], folders: list[str]) -> str:
 
 
 def test_folders_of_a_bucket_without_a_name_or_without_a_list(monkeypatch):
-    pages = {"": _listing(["/x.jpg", "b.jpg"], ["empty/", "sub/"])}
+    pages = {"": _listing(["b.jpg"], ["/", "empty/", "sub/"])}
     pages |= {"empty/": _listing(["empty/"], []), "/": _listing(["/x.jpg"], [])}
     pages["sub/"] = _listing(["sub/c.jpg"], [])
     with web_server() as server:

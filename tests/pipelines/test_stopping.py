@@ -153,7 +153,7 @@ def test_ctrl_c_is_an_interruption_whatever_error_a_library_makes_of_it():
 def test_a_second_signal_ends_a_verification_whose_checks_hang(tmp_path):
     write_random_index(tmp_path / "index", IndexSpec(1, 1, (1, 16), 6))
     with start(A_CHECK_THAT_HANGS, "verify", tmp_path / "index") as process:
-        assert process.stdout.readline() == "checking\n"
+        assert process.stderr.readline() == "checking\n"
         process.send_signal(signal.SIGINT)
         assert process.stderr.readline().startswith("SIGINT: stopping")
         process.send_signal(signal.SIGINT)
