@@ -238,49 +238,6 @@ def test_pointers_are_not_taken_for_content(tmp_path, name, pointer):
         read_bytes(InputRef("2.jpg", os.fsencode(tmp_path / "2.jpg")))
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "damaged"),
-    [
-        # None stands for a link without a target
-        ("0.txt", b"a dog", None),
-        ("metadata.csv", b"file_name,text\n0.jpg,a dog\n", None),
-        (
-            "metadata.jsonl",
-            b'{"file_name": "0.jpg", "text": "a dog"}\n' * 2,
-            b'{"file_name": "0.jpg", "text": "a dog"}\n{"file_na',
-        ),
-    ],
-)
-def test_metadata_that_cannot_be_read_is_known_as_unread(
-    tmp_path, name, content, damaged
-):
-    write_photo(tmp_path / "0.jpg", 0)
-    (tmp_path / name).write_bytes(content)
-    (source,) = open_sources([str(tmp_path)])
-    assert [ref.metadata is not None for ref in source.iter_inputs()] == [True]
-    assert source.unread == set()
-    (tmp_path / name).unlink()
-    if damaged is None:
-        (tmp_path / name).symlink_to("nowhere")
-    else:
-        (tmp_path / name).write_bytes(damaged)
-    (ref,) = source.iter_inputs()
-    assert source.unread == {ref.uri}
-    assert source.ignored["(unreadable metadata)"] >= 1
-
-
-def test_captions_behind_the_damage_of_an_archive_are_unread(tmp_path):
-    members = {"0.jpg": b"\xff\xd8\xff", "0.txt": b"a dog" * 1000}
-    path = write_tar(tmp_path / "a.tar", members)
-    (source,) = open_sources([str(path)])
-    (ref,) = source.iter_inputs()
-    assert (len(ref.metadata["captions"]), source.unread) == (1, set())
-    os.truncate(path, path.read_bytes().index(b"a dog") + 100)
-    cut, problem = source.iter_inputs()
-    assert (cut.metadata, problem.problem) == (None, "truncated-archive")
-    assert source.unread == {cut.uri}
-
-
 def test_an_empty_value_of_a_file_replaces_no_other(tmp_path):
     write_photo(tmp_path / "0.jpg", 0)
     listed = {"text": "a dog", "url": "", "place": "Bern", "year": 2024, "kind": None}

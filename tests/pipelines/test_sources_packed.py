@@ -96,13 +96,6 @@ def test_files_of_other_programs(folder, suffix):
     assert refs[4].metadata == {"licence": "cc0", "likes": 7}
 
 
-@pytest.mark.parametrize("suffix", [".tar.gz", ".zip"])
-def test_a_large_image_without_a_suffix_is_an_input(folder, suffix):
-    scan_of_page = b"\xff\xd8\xff" + random.Random(0).randbytes(3 << 19)
-    (folder / "photos" / "page").write_bytes(scan_of_page)
-    assert contents(scan(pack(folder, suffix))) == {**PHOTOS, "page": scan_of_page}
-
-
 @pytest.mark.parametrize("suffix", [".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst"])
 def test_a_read_that_fails_loses_no_bytes(folder, monkeypatch, suffix):
     monkeypatch.setattr(tars, "_CHUNK", 30_000)

@@ -113,7 +113,7 @@ def test_sounds_are_no_images_and_labels_have_names(tmp_path):
     assert source.ignored == {"(binary column)": 1}
 
 
-@pytest.mark.parametrize("rows", [None, 0, 4])
+@pytest.mark.parametrize("rows", [None, 4])
 def test_a_file_that_was_replaced_by_a_shorter_one(tmp_path, rows):
     path = tmp_path / "a.parquet"
     schema = pa.schema({"jpg": pa.binary()})
@@ -121,9 +121,8 @@ def test_a_file_that_was_replaced_by_a_shorter_one(tmp_path, rows):
         if rows is not None:
             writer.write_table(pa.table({"jpg": PHOTOS[:rows]}, schema))
     container = Container(PARQUET, path.stat().st_size, "jpg")
-    ref = InputRef("a.parquet!jpg/4", bytes(path), container, 4)
     with pytest.raises(ImageError, match="changed-since-plan"):
-        read_bytes(ref)
+        read_bytes(InputRef("a.parquet!jpg/4", bytes(path), container, 4))
 
 
 def test_a_damaged_row_group_fails_its_rows_only(tmp_path):

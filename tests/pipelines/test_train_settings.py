@@ -169,11 +169,6 @@ def test_the_command_of_the_model_card_means_what_its_options_meant():
     assert settings.inputs.index == "train.edje"
 
 
-def test_a_seed_has_a_limit():
-    with pytest.raises(UsageError, match=r"loop\.seed is"):
-        validated({"loop": {"seed": 2**70}})
-
-
 def test_the_remaining_time_counts_the_scoring_of_dev_captions():
     words = ["loop.batch_size=10", "loop.epochs=2", "negatives.count=1"]
     words += ["objective.mlm_weight=0", "objective.recovery_weight=0"]

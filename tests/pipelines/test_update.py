@@ -693,12 +693,15 @@ CSV = "file_name,text,n\n00.jpg,bl\N{LATIN SMALL LETTER E WITH ACUTE},1\n"
 @pytest.mark.parametrize(
     ("name", "content", "damaged"),
     [
+        # None stands for a link without a target
+        ("00.txt", b"a dog", None),
         ("00.txt", b"a dog", bytes(MAX_SIDECAR_BYTES + 1)),
         ("01.json", b'{"licence": "cc0"}', b'{"licence": "cc'),
         *(("metadata.jsonl", LINES, each) for each in (LINES[:58], b"")),
         *(
             ("metadata.csv", CSV.encode() + b"01.jpg,one,2\n", each)
             for each in (
+                None,
                 bytes(64),
                 b"<!DOCTYPE html>\n<html>, x\n",
                 CSV.encode() + b"01",
@@ -715,17 +718,20 @@ def test_damaged_metadata_is_not_taken_for_empty(
     root = build(config())
     before = read_rows(root)
     described = name.startswith("metadata") + 1
-    path.write_bytes(damaged)
+    if damaged is None:
+        path.unlink()
+        path.symlink_to("nowhere")
+    else:
+        path.write_bytes(damaged)
     events: list[Any] = []
     assert update(root, on_event=events.append).edited == 0
     assert read_rows(root).equals(before)
     (warning,) = [event.text for event in events if getattr(event, "is_warning", False)]
     assert "stay, because their metadata cannot be read in full" in warning
     # a table of another kind has no rows of photos, and a file that is gone no values
+    path.unlink()
     if name == "metadata.csv":
         path.write_text("number,label\n1,cat\n")
-    else:
-        path.unlink()
     assert update(root).edited == described
 
 

@@ -77,17 +77,3 @@ def test_the_library_refuses_wrong_arguments(library, method, name):
             getattr(library, method)(**arguments)
         # the message can be printed
         str(refused.value).encode()
-
-
-def test_sequences_of_any_kind_are_accepted(library):
-    expected = library.search_texts(1, TEXTS)
-    for texts in (tuple(TEXTS), np.array(TEXTS), iter(TEXTS)):
-        assert (
-            library.search_texts(np.int64(1), texts, k=np.int64(9), pool=np.uint8(9))
-            == expected
-        )
-    assert library.search(iter(TEXTS), 2) == library.search(TEXTS, 2)
-    assert library.rerank("a dog", iter([3, 1])) == library.rerank("a dog", [3, 1])
-    count = np.int64(3)
-    assert library.search_image(np.int64(1), count) == library.search_image(1, 3)
-    assert library.search("a", count, count) == library.search("a", 3, 3)
