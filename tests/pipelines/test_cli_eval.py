@@ -142,18 +142,28 @@ def percent(ranks, cutoffs):
     return {k: pytest.approx(100 * float(np.mean(ranks < k))) for k in cutoffs}
 
 
-def test_recall_equals_brute_force(run, world, tiny_bundle):
-    options = ("--split", "dev", "--pool", 3, "--pool", 1000)
+def test_recall_equals_brute_force(run, world, tiny_bundle, tmp_path):
+    """With every score of a bundle with all parts."""
+    model = tmp_path / "model"
+    bundle_with_all_parts(tiny_bundle).save(model)
+    options = ("--split", "dev", "--model", model, "--pool", 3, "--pool", 1000)
+    options += ("--precision", "sign1", "--precision", "bf16")
     report = run.json(*arguments(world, *options))
+    assert report["weights"] == WEIGHTS.to_json()
     dev = captions_of(world, ["dev"])
     known = {
         "candidates": sorted({row for row, _ in dev}),
         "queries": dev,
         "captions": dev,
     }
-    for precision, pool in ((None, None), ("bf16", 3), ("bf16", 1000)):
+    for precision, pool in ((None, None), ("bf16", 3), ("bf16", 1000), ("sign1", 1000)):
         ranks_by_hand = by_hand(
-            world, tiny_bundle, **known, pool=pool, rerank=pool is not None
+            world,
+            model,
+            **known,
+            pool=pool,
+            precision=precision or "bf16",
+            rerank=pool is not None,
         )
         for direction, ranks in zip(("t2i", "i2t"), ranks_by_hand, strict=True):
             assert recall_of(
@@ -169,27 +179,6 @@ def test_recall_equals_brute_force(run, world, tiny_bundle):
     # the duplicate is its original
     assert report["candidates"] == {"t2i": 5, "i2t": 18}
     assert report["queries"] == {"t2i": 18, "i2t": 5}
-
-
-def test_every_score_of_a_bundle_with_all_parts(run, world, tiny_bundle, tmp_path):
-    bundle_with_all_parts(tiny_bundle).save(tmp_path / "model")
-    options = ("--split", "dev", "--model", tmp_path / "model", "--pool", 6)
-    options += ("--precision", "sign1", "--precision", "bf16")
-    report = run.json(*arguments(world, *options))
-    assert report["weights"] == WEIGHTS.to_json()
-    dev = captions_of(world, ["dev"])
-    known = {
-        "candidates": sorted({row for row, _ in dev}),
-        "queries": dev,
-        "captions": dev,
-        "pool": 6,
-    }
-    for precision in ("bf16", "sign1"):
-        ranks_by_hand = by_hand(world, tmp_path / "model", **known, precision=precision)
-        for direction, ranks in zip(("t2i", "i2t"), ranks_by_hand, strict=True):
-            assert recall_of(report, direction, precision=precision) == percent(
-                ranks, (1, 5, 10)
-            )
     sign1 = next(each for each in report["results"] if each.get("precision") == "sign1")
     assert (sign1["simulated_from"], sign1["change_from"]) == ("bf16", "bf16")
     assert sign1["bytes_per_image"] == codec("sign1", (4, 16)).record_bytes

@@ -26,7 +26,7 @@ def stored_files(root: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"helpers": 5},
+        {"helpers": 2},
         {"engine": "threads", "workers": 2},
         pytest.param(
             {"helpers": 2, "engine": "ray", "workers": 2}, marks=pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -53,20 +54,6 @@ sys.exit(main())
 """
 
 
-SIGNAL_BEFORE = """
-import importlib, os, signal, sys
-from pipelines.cli import main
-name = sys.argv.pop(1)
-module = importlib.import_module(name.rpartition(".")[0])
-function = getattr(module, name.rpartition(".")[2])
-def interrupted(*arguments, **options):
-    os.kill(os.getpid(), signal.SIGINT)
-    return function(*arguments, **options)
-setattr(module, name.rpartition(".")[2], interrupted)
-sys.exit(main())
-"""
-
-
 def start(program, *words):
     return subprocess.Popen(
         [sys.executable, "-c", program, *map(str, words)],
@@ -86,15 +73,23 @@ def start(program, *words):
         ("storage_formats.change.earlier_snapshots", ["gc", "--keep", "1"]),
     ],
 )
-def test_ctrl_c_stops_every_change_before_its_commit(tmp_path, function, words):
+def test_ctrl_c_stops_every_change_before_its_commit(
+    tmp_path, run, monkeypatch, function, words
+):
     root = tmp_path / "index"
     write_random_index(root, IndexSpec(8, 4, (1, 16), 6))
     add_ann(root)
     delete_rows(root, [0])
     before = (root / "index.json").read_bytes()
-    with start(SIGNAL_BEFORE, function, *words, root) as process:
-        said = process.stderr.read()
-        assert process.wait(60) == 130, said
+    original = pkgutil.resolve_name(function)
+
+    def interrupted(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(function, interrupted)
+    code, _, said = run(*words, root)
+    assert code == 130, said
     assert (root / "index.json").read_bytes() == before
     assert said.splitlines()[-1].startswith("error: "), said
 
