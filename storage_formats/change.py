@@ -29,6 +29,7 @@ from storage_formats.atomic import (
     json_bytes,
 )
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
+from storage_formats.format.directory import Directory
 from storage_formats.format.journal import (
     Journal,
     how_to_discard,
@@ -46,7 +47,7 @@ from storage_formats.format.manifest import (
     kept_snapshots,
     named_files,
 )
-from storage_formats.format.places import Directory, Place, open_place
+from storage_formats.format.places import Place, open_place
 from storage_formats.format.receipts import ShardReceipt, read_receipts
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.remote.objects import ObjectStoreError
@@ -597,9 +598,10 @@ def collect_garbage(
         if keep is not None and oldest > (current.snapshot.oldest or 0):
             snapshot = replace(current.snapshot, oldest=oldest)
             manifest = replace(current, snapshot=snapshot)
+            # Without a journal, because the disk may have room for one more file only.
+            # If this process is killed, the next call removes what is left.
             try:
-                with change._running(None):
-                    sizes += change.commit(manifest)
+                sizes += change.commit(manifest)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
@@ -607,9 +609,9 @@ def collect_garbage(
                 # snapshots do not exist any more, so their files can be removed first.
                 layout.remove(map(layout.snapshot, removed))
                 sizes += _remove_garbage(layout, tables=True)
-                with change._running(None):
-                    sizes += change.commit(manifest)
+                sizes += change.commit(manifest)
         sizes += remove_what_is_not_kept(layout, tables=True, shards=True)
+        remove_build(layout)
         discarded = None if earlier is None else earlier.kind
         return Removal(tuple(removed), len(sizes), sum(sizes), discarded)
 

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from storage_formats.cache import cache_directory
 from storage_formats.codecs import Codec, codec, fill_record
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import crc32c_rows, read_checksums
-from storage_formats.format.committed_files import iter_shard_files
 from storage_formats.format.file_check import FileEntry, Problem, check_file
 from storage_formats.format.index_files import IndexFile
 from storage_formats.format.layout import ROOT, IndexSpec, Layout, padded_shard_bytes
@@ -146,12 +145,12 @@ def _problems(
 ) -> list[Problem]:
     """Return all problems of an open index. For the arguments, see `verify_index`."""
     manifest = index.manifest
-    shards = list(manifest.spec.shard_numbers())
+    files_of_shards = index.shard_files()
     first_shards = [each.first_shard for each in manifest.rows_files]
     check_rows = functools.cache(functools.partial(_check_rows, index))
 
     def items() -> Iterator[tuple[int, dict[str, FileEntry], bool]]:
-        for shard, files in iter_shard_files(index, shards):
+        for shard, files in files_of_shards.items():
             position = bisect.bisect_right(first_shards, shard) - 1
             yield shard, files, check_rows(position) is None
 
@@ -163,7 +162,7 @@ def _problems(
         problems += shard_problems
         counts = add_counts(counts, shard_counts)
         if on_progress:
-            on_progress(done, len(shards))
+            on_progress(done, len(files_of_shards))
     # If a rows file cannot be read, its rows are missing from `counts`, so the totals
     # cannot be compared.
     is_complete = counts.inputs == manifest.spec.used_rows
@@ -173,7 +172,8 @@ def _problems(
             f" {asdict(counts)}"
         )
         problems.append(Problem(ROOT, "counts", message))
-    problems += _check_other_files(index)
+    by_shard = {file for files in files_of_shards.values() for file in files.values()}
+    problems += _check_other_files(index, by_shard)
     damaged = {problem.path for problem in problems}
     contents = [
         *map(check_rows, range(len(first_shards))),
@@ -460,9 +460,14 @@ def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
         )
 
 
-def _check_other_files(index: CommittedIndex) -> Iterator[Problem]:
+def _check_other_files(
+    index: CommittedIndex, by_shard: Set[FileEntry]
+) -> Iterator[Problem]:
     """Check each file of the kept snapshots that `check_shard` does not check, and look
     for data files that no snapshot names.
+
+    Args:
+        by_shard: entries of the files that `check_shard` checks.
     """
     place = index.place
     try:
@@ -475,7 +480,7 @@ def _check_other_files(index: CommittedIndex) -> Iterator[Problem]:
         )
         yield from _check_files(index, index.manifest.own_files)
         return
-    yield from _check_files(index, named - {entry for _, entry in index.shard_files()})
+    yield from _check_files(index, named - by_shard)
     # If a change is unfinished, files that no snapshot names may belong to it. They are
     # not reported, because the next change commits or removes them.
     if place.is_changing():

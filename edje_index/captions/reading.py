@@ -188,8 +188,8 @@ _Located = tuple[str, str, Json]
 
 def _table_entries(path: Path) -> Iterator[_Located]:
     table = Table(str(path))
-    table.check()
     try:
+        table.check()
         for entry in table.entries():
             where = f"{path}, {table.unit} {entry.number}"
             if entry.problem:
@@ -212,7 +212,10 @@ def _table_entries(path: Path) -> Iterator[_Located]:
                 )
             yield where, name, entry.values
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise UsageError(f"{path} is damaged: {error}; write it again") from error
+        raise UsageError(
+            f"cannot read {path}: {getattr(error, 'strerror', None) or error}; check"
+            " the path and the format"
+        ) from error
 
 
 def _samples(path: Path, kind: str) -> Iterator[_Located]:

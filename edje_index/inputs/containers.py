@@ -315,7 +315,9 @@ def members_with_sidecars(
     metadata files may come after all images.
 
     Concatenated archives can contain the same names several times. Of several metadata
-    files with the same name, a member gets the one in its sample, or else the first.
+    files with the same name, a member gets the one in its sample, or else the first. As
+    in WebDataset, a sample consists of consecutive members whose paths agree up to the
+    first dot of the file name.
 
     Raises:
         ImageError: the archive is damaged. The members before the damage are yielded
@@ -325,24 +327,36 @@ def members_with_sidecars(
     # (number of a sample, name of a metadata file in it) -> content
     contents: dict[tuple[int, bytes], bytes | None] = {}
     damage = None
+    number = 0
+    key = b""
+    names: set[bytes] = set()
     try:
-        for number, (sample, read) in enumerate(_samples(archive)):
-            members += [(number, member) for member in sample.values()]
-            for name in sidecar_names(join_sidecars(sample, clips)):
-                if name not in read:
-                    read[name] = _sidecar(archive, sample[name])
-                contents[number, name] = read[name]
+        for member in archive.members():
+            name = member.name
+            if name in names or sample_of(name) != key:
+                # Contents that may not be needed are dropped, to bound memory.
+                for unused in names - sidecar_names(join_sidecars(names, clips)):
+                    contents.pop((number, unused), None)
+                number += 1
+                key = sample_of(name)
+                names = set()
+            names.add(name)
+            members.append((number, member))
+            # Metadata files are read as they pass, because a compressed archive would
+            # be decompressed again for them.
+            if os.fsdecode(name).lower().endswith(SIDECAR_SUFFIXES):
+                contents[number, name] = _sidecar(archive, member)
     except ImageError as error:
         damage = error
     joined = join_sidecars([member.name for _, member in members], clips)
     used = sidecar_names(joined)
     first: dict[bytes, bytes | None] = {}
     for number, member in members:
-        if member.name in used:
-            key = number, member.name
-            if key not in contents:
-                contents[key] = _sidecar(archive, member)
-            first.setdefault(member.name, contents[key])
+        name = member.name
+        if name in used:
+            if (number, name) not in contents:
+                contents[number, name] = _sidecar(archive, member)
+            first.setdefault(name, contents[number, name])
     for number, member in members:
         if member.name not in used:
             yield (
@@ -354,40 +368,6 @@ def members_with_sidecars(
             )
     if damage is not None:
         raise damage
-
-
-def _samples(
-    archive: Archive,
-) -> Iterator[tuple[dict[bytes, Member], dict[bytes, bytes | None]]]:
-    """Yield (members by name, contents of metadata files by name) of each sample.
-
-    As in WebDataset, a sample consists of consecutive members whose paths agree up to
-    the first dot of the file name. If the archive is damaged, yield the members before
-    the damage, and then raise ImageError.
-
-    A compressed archive is read as a stream. All metadata files in it are read as they
-    pass, so that the stream is not decompressed again for them. Those in other archives
-    are not read.
-    """
-    sample: dict[bytes, Member] = {}
-    contents: dict[bytes, bytes | None] = {}
-    sample_key = b""
-    try:
-        for member in archive.members():
-            name = member.name
-            if name in sample or sample_of(name) != sample_key:
-                yield sample, contents
-                sample = {}
-                contents = {}
-                sample_key = sample_of(name)
-            sample[name] = member
-            is_sidecar = os.fsdecode(name).lower().endswith(SIDECAR_SUFFIXES)
-            if archive.is_compressed and is_sidecar:
-                contents[name] = _sidecar(archive, member)
-    except ImageError:
-        yield sample, contents
-        raise
-    yield sample, contents
 
 
 def _sidecar(archive: Archive, member: Member) -> bytes | None:

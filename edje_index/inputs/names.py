@@ -77,28 +77,28 @@ def join_sidecars(names: Iterable[bytes], clips: bool) -> dict[bytes, dict[str, 
     NAME.txt and NAME.json belong to the input NAME.jpg, or to NAME with another input
     suffix or without a suffix. If there is no such input, they belong to all inputs of
     the sample NAME, for example to NAME.left.jpg and NAME.right.jpg. Names that begin
-    with a dot are left out.
+    with a dot are left out. If several metadata files have the same name but for the
+    case of their suffix, the first wins.
     """
-    inputs_of_name: dict[bytes, list[bytes]] = {}
-    inputs_of_sample: dict[bytes, list[bytes]] = {}
-    sidecars: list[tuple[bytes, str, bytes]] = []
+    sidecars: dict[bytes, dict[str, bytes]] = {}
+    inputs: dict[bytes, bytes] = {}
     for name in names:
         stem, dotted = os.path.splitext(name)
         suffix = os.fsdecode(dotted).lower()
         if os.path.basename(name).startswith(b"."):
             continue
         if suffix in SIDECAR_SUFFIXES:
-            sidecars.append((stem, suffix, name))
+            sidecars.setdefault(stem, {}).setdefault(suffix, name)
         elif not suffix or has_input_suffix(name, clips):
-            inputs_of_name.setdefault(stem, []).append(name)
-            inputs_of_sample.setdefault(sample_of(name), []).append(name)
+            inputs[name] = stem
+    stems = set(inputs.values())
     joined: dict[bytes, dict[str, bytes]] = {}
-    # Metadata files with the exact name of an input come first, so that they win over
-    # those of the whole sample.
-    sidecars.sort(key=lambda each: (each[0] not in inputs_of_name, each))
-    for stem, suffix, name in sidecars:
-        for each in inputs_of_name.get(stem, []) or inputs_of_sample.get(stem, []):
-            joined.setdefault(each, {}).setdefault(suffix, name)
+    for name, stem in inputs.items() if sidecars else ():
+        sample = sample_of(name)
+        shared = {} if sample in stems else sidecars.get(sample, {})
+        # Metadata files with the exact name of the input win over those of the sample.
+        if of_input := shared | sidecars.get(stem, {}):
+            joined[name] = of_input
     return joined
 
 

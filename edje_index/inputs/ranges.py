@@ -396,11 +396,8 @@ class StreamWindow:
                 oldest = self._kept.popleft()
                 self._first = oldest.stop
                 self._kept_bytes -= len(oldest.data or b"")
-        items = []
         # The search goes backwards, because most reads are near the last item.
-        for item in reversed(self._kept):
-            if item.stop <= first:
-                break
-            if item.start < stop:
-                items.append(item)
-        return items[::-1]
+        items = itertools.takewhile(
+            lambda item: item.stop > first, reversed(self._kept)
+        )
+        return [item for item in items if item.start < stop][::-1]

@@ -143,7 +143,6 @@ class Table:
         if path == STANDARD_INPUT:
             self.suffix = ".txt"
         self._images_only = images_only
-        self._is_selected = False
 
     @property
     def unit(self) -> str:
@@ -154,34 +153,27 @@ class Table:
         """Select the column of images.
 
         Raises:
-            UsageError: the table cannot be read, or has no column of images.
+            UsageError: the table is of an unknown format or has no column of images, or
+                standard input is a terminal.
+            OSError, ValueError, pyarrow.ArrowException: the table cannot be read.
         """
         if self.suffix not in TABLE_SUFFIXES:
             raise UsageError(
                 f"cannot read {self.path} as a table: its name must end in one of"
                 f" {', '.join(TABLE_SUFFIXES)}"
             )
-        try:
-            if self.suffix == ".parquet":
-                with open_table(os.fsencode(self.path)) as (_, parquet):
-                    self._select_parquet(parquet)
-            elif self.suffix != ".txt":
-                self._select(self._columns())
-            elif self.path != STANDARD_INPUT:
-                self._open().close()
-            elif sys.stdin is None or (not sys.stdin.closed and sys.stdin.isatty()):
-                raise UsageError(
-                    "standard input is a terminal; pipe a list of paths into the"
-                    " command",
-                    parameter="sources",
-                )
-        except (OSError, ValueError, csv.Error) as error:
+        if self.suffix == ".parquet":
+            with open_table(os.fsencode(self.path)) as (_, parquet):
+                self._select_parquet(parquet)
+        elif self.suffix != ".txt":
+            self._select(self._columns())
+        elif self.path != STANDARD_INPUT:
+            self._open().close()
+        elif sys.stdin is None or (not sys.stdin.closed and sys.stdin.isatty()):
             raise UsageError(
-                f"cannot read the list {self.path}:"
-                f" {getattr(error, 'strerror', None) or error}; check the path and the"
-                " format",
+                "standard input is a terminal; pipe a list of paths into the command",
                 parameter="sources",
-            ) from error
+            )
 
     def entries(self, count: Count = lambda key, values=1: None) -> Iterator[Entry]:
         """Yield the entries in order.
@@ -194,9 +186,8 @@ class Table:
             count: called for the values that are left out.
 
         Raises:
-            UsageError: the table is damaged, or standard input was read already.
-            OSError, ValueError, pyarrow.ArrowException: a Parquet file with the bytes
-                of images is damaged.
+            UsageError: a quoted text has no end, or standard input was read already.
+            OSError, ValueError, pyarrow.ArrowException: the table is damaged.
         """
         is_parquet = self.suffix == ".parquet"
         entries = self._parquet_entries(count) if is_parquet else self._texts(count)
@@ -236,12 +227,11 @@ class Table:
     def _columns(self) -> list[str]:
         """Return the names of the columns. Raise ValueError if the file names none."""
         if self.suffix in _DELIMITERS:
-            for _, row in self._text_rows():
-                # A zero byte means a damaged file or UTF-16. A "<" means the HTML page
-                # of a server.
-                if row and "\0" not in row[0] and not row[0].startswith("<"):
-                    return row
-                break
+            _, row = next(self._text_rows(), (0, None))
+            # A zero byte means a damaged file or UTF-16. A "<" means the HTML page of a
+            # server.
+            if row and "\0" not in row[0] and not row[0].startswith("<"):
+                return row
             raise ValueError("the first line does not name columns")
         rows = itertools.islice(self._rows(lambda key: None), _ENTRIES_WITH_COLUMNS)
         names: Json = {}
@@ -258,47 +248,53 @@ class Table:
         """Yield (number, values, problem) for each entry of a format without types of
         columns. The values are empty if the entry cannot be read.
         """
-        if self.suffix == ".txt":
-            with self._open() as file:
+        if self.suffix in _DELIMITERS:
+            yield from self._fields(count)
+            return
+        with self._open() as file:
+            if self.suffix == ".txt":
                 for number, line in enumerate(file, 1):
-                    name = line.removeprefix(codecs.BOM_UTF8).strip()
-                    if name:
+                    if name := line.removeprefix(codecs.BOM_UTF8).strip():
                         yield number, {_NAME: os.fsdecode(name)}, ""
-        elif self.suffix == ".json":
-            with self._open() as file:
-                content = json.loads(file.read().decode("utf-8-sig"))
-            for number, value in enumerate(_json_records(content), 1):
-                yield number, *_checked(value)
-        elif self.suffix not in _DELIMITERS:
+                return
             # A file name in the list need not be UTF-8. Bytes that are not UTF-8 become
             # surrogates.
-            with self._open() as file:
-                for number, value, problem in parse_json_lines(file, "surrogateescape"):
-                    yield number, *_checked(value, problem)
-        else:
-            rows = self._text_rows()
-            names = next(rows)[1] or []
-            if repeated := len(names) - len(set(names)):
-                count(BAD_NAME, repeated)
-            row: list[str] | None = names
-            for number, row in rows:
-                fields = row or []
-                values: Json = {}
-                for column, field in zip(names, fields, strict=False):
-                    if field:
-                        values.setdefault(column, PlainText(field))
-                problem = "" if row else "a field is too long"
-                if any(fields[len(names) :]):
-                    count(MORE_FIELDS)
-                    problem = (
-                        f"the line has {len(fields)} fields, but the header has"
-                        f" {len(names)}; put quotation marks around texts with commas,"
-                        " remove tabs from texts, or write JSON Lines"
-                    )
-                yield number, values, problem
-            # If the last row has too few fields, the end of the file may be missing.
-            if len(row or names) < len(names):
-                count(UNREADABLE)
+            records = parse_json_lines(file, "surrogateescape")
+            if self.suffix == ".json":
+                content = json.loads(file.read().decode("utf-8-sig"))
+                values = enumerate(_json_records(content), 1)
+                records = ((number, value, "") for number, value in values)
+            for number, value, problem in records:
+                if not isinstance(value, dict):
+                    value = {}
+                    problem = problem or "the entry is not a JSON object"
+                yield number, value, problem
+
+    def _fields(self, count: Count) -> Iterator[tuple[int, Json, str]]:
+        """See `_rows`, for CSV and TSV files."""
+        rows = self._text_rows()
+        names = next(rows)[1] or []
+        if repeated := len(names) - len(set(names)):
+            count(BAD_NAME, repeated)
+        row: list[str] | None = names
+        for number, row in rows:
+            fields = row or []
+            values: Json = {}
+            for column, field in zip(names, fields, strict=False):
+                if field:
+                    values.setdefault(column, PlainText(field))
+            problem = "" if row else "a field is too long"
+            if any(fields[len(names) :]):
+                count(MORE_FIELDS)
+                problem = (
+                    f"the line has {len(fields)} fields, but the header has"
+                    f" {len(names)}; put quotation marks around texts with commas,"
+                    " remove tabs from texts, or write JSON Lines"
+                )
+            yield number, values, problem
+        # If the last row has too few fields, the end of the file may be missing.
+        if len(row or names) < len(names):
+            count(UNREADABLE)
 
     def _open(self) -> BinaryIO:
         """Open the file of a format other than Parquet."""
@@ -344,8 +340,6 @@ class Table:
 
     def _select_parquet(self, parquet: Any) -> None:
         """Select the column of images of an open Parquet file."""
-        if self._is_selected:
-            return
         schema = parquet.schema_arrow
         if self._images_only and self.column not in schema.names:
             self.column = None
@@ -358,44 +352,33 @@ class Table:
             self._select(
                 [each.name for each in schema if column_kind(each.type) in kinds]
             )
-        self._is_selected = True
 
     def _parquet_entries(self, count: Count) -> Iterator[Entry]:
-        number = 0
-        try:
-            with open_table(os.fsencode(self.path)) as (file, parquet):
-                self.length = file.length
-                self._select_parquet(parquet)
-                if self.column is None:
-                    count(self.suffix)
-                    return
-                names = value_columns(parquet.schema_arrow, self.column, count)
-                leaves = [self.column]
-                at_once = _ROWS
-                if self.has_bytes:
-                    leaves, at_once = _leaves_to_list(parquet, self.column)
-                rows = parquet_rows(
-                    parquet, [*names, self.column], at_once, [*names, *leaves]
-                )
-                for number, fields in enumerate(rows, 1):
-                    values = dict(zip(names, fields, strict=False))
-                    image = fields[-1]
-                    if isinstance(image, dict):
-                        if image.get("path"):
-                            values.setdefault(f"{self.column}_path", image["path"])
-                        has_bytes = image.get("bytes", b"") is not None
-                        image = image.get("path")
-                    else:
-                        has_bytes = self.has_bytes and image is not None
-                    yield Entry(number, values, image, has_bytes)
-        except (OSError, pa.ArrowException) as error:
-            if self.has_bytes or self._images_only:
-                raise
-            raise UsageError(
-                f"the list {self.path} is damaged after row {number}: {error}; write"
-                " the list again",
-                parameter="sources",
-            ) from error
+        with open_table(os.fsencode(self.path)) as (file, parquet):
+            self.length = file.length
+            self._select_parquet(parquet)
+            if self.column is None:
+                count(self.suffix)
+                return
+            names = value_columns(parquet.schema_arrow, self.column, count)
+            leaves = [self.column]
+            at_once = _ROWS
+            if self.has_bytes:
+                leaves, at_once = _leaves_to_list(parquet, self.column)
+            rows = parquet_rows(
+                parquet, [*names, self.column], at_once, [*names, *leaves]
+            )
+            for number, fields in enumerate(rows, 1):
+                values = dict(zip(names, fields, strict=False))
+                image = fields[-1]
+                if isinstance(image, dict):
+                    if image.get("path"):
+                        values.setdefault(f"{self.column}_path", image["path"])
+                    has_bytes = image.get("bytes", b"") is not None
+                    image = image.get("path")
+                else:
+                    has_bytes = self.has_bytes and image is not None
+                yield Entry(number, values, image, has_bytes)
 
 
 def _leaves_to_list(parquet: Any, column: str) -> tuple[list[str], int]:
@@ -418,13 +401,6 @@ def _leaves_to_list(parquet: Any, column: str) -> tuple[list[str], int]:
     return [path for path in paths if path in needed], rows
 
 
-def _checked(value: Any, problem: str = "") -> tuple[Json, str]:
-    """Return (values, problem) of a JSON value that should be an object."""
-    if isinstance(value, dict):
-        return value, problem
-    return {}, problem or "the entry is not a JSON object"
-
-
 def _identity(entry: Entry) -> object:
     """Return an object that is equal for captioned entries of the same image and
     split.
@@ -440,12 +416,15 @@ def add_captions(values: Json, others: Json) -> None:
     image. Nothing is added to captions that are not texts.
     """
     texts = captions_of(values)
-    more = [text for text in captions_of(others) if isinstance(text, str)]
-    joined = list(dict.fromkeys([*map(str, texts), *more]))
-    if joined[: len(texts)] == texts and len(joined) > len(texts):
+    more = [
+        text
+        for text in captions_of(others)
+        if isinstance(text, str) and text not in texts
+    ]
+    if more and all(isinstance(text, str) for text in texts):
         captioned = values if texts else others
         column = next(name for name in CAPTION_COLUMNS if captioned.get(name))
-        values[column] = joined
+        values[column] = [*texts, *more]
 
 
 def _comma_rows(

@@ -133,9 +133,15 @@ def compact(job: Job) -> None:
     Run the same command again to resume a stopped compaction.
 
     \b
-    Example:
+    Examples:
+      edje-index compact photos.edje
       edje-index compact photos.edje --out dense.edje
     """
+    from pipelines.jobs.copy import compact_path
+
+    # The message of a stopped compaction looks for the unfinished index here.
+    if "out" not in job.given:
+        job.given["out"] = compact_path(job.given["index"])
 
 
 @command("pipelines.jobs.copy:merge_indexes", resume="out", out="--out")

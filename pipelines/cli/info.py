@@ -60,6 +60,7 @@ def describe_index(root: Path | str) -> Json:
     """
     from collections import Counter
     from dataclasses import asdict
+    from itertools import chain
 
     from edje_index.indexing.faiss_index import rebuild_reasons
     from pipelines.jobs.plan import Plan
@@ -84,7 +85,8 @@ def describe_index(root: Path | str) -> Json:
     manifest = index.manifest
     counts = manifest.counts
     bytes_by_folder: Counter[str] = Counter()
-    for file in (*(file for _, file in index.shard_files()), *manifest.ann_files):
+    files_of_shards = chain(*(each.values() for each in index.shard_files().values()))
+    for file in (*files_of_shards, *manifest.ann_files):
         bytes_by_folder[file.path.rpartition("/")[0]] += file.bytes
     # The number of values is None for the standard columns.
     columns = [

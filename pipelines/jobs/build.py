@@ -24,11 +24,7 @@ from edje_index.bundles.info import (
 from edje_index.indexing.faiss_build import AnnRequest
 from edje_index.indexing.kept_batches import kept_rows
 from edje_index.progress import ShardProgress
-from pipelines.engines.base import (
-    count_metrics,
-    machine_gpus,
-    open_engine,
-)
+from pipelines.engines.base import machine_gpus, open_engine
 from pipelines.environment import cuda_devices, free_disk
 from pipelines.jobs.changing import (
     PROCESSORS_MEMBER,
@@ -670,9 +666,8 @@ def encoding(
         # CPUs of its machine, see `ShardWorker`.
         cpus = 1
         if engine == "inline":
-            engine = "threads"
             workers = SHARDS_PER_GPU
-        elif engine == "ray":
+        else:
             # A Ray worker sees only the GPU that Ray assigns to it, so the device needs
             # no number.
             device = "cuda"
@@ -698,7 +693,7 @@ def encoding(
             settings,
             device,
             helpers,
-            workers if engine == "threads" and workers else 1,
+            workers if engine == "inline" and workers else 1,
             per_gpu,
         ),
         engine=open_engine(
@@ -887,18 +882,9 @@ class ShardWorker:
 
         pool = self._pools.get()
         try:
-            receipt = encode_shard(task, self._encoder, pool, on_progress, should_stop)
+            return encode_shard(task, self._encoder, pool, on_progress, should_stop)
         finally:
             self._pools.put(pool)
-        count_metrics(
-            {
-                "images": receipt.indexed,
-                "failed_images": sum(receipt.failed.values()),
-                "written_bytes": sum(file.bytes for file in receipt.files),
-                **{f"{name}_seconds": each for name, each in receipt.seconds.items()},
-            }
-        )
-        return receipt
 
     def close(self) -> None:
         """End the helper processes."""

@@ -61,7 +61,7 @@ from storage_formats.format.manifest import (
     created_by,
 )
 from storage_formats.format.offset import Offset, copy_offset, write_offset
-from storage_formats.format.places import Place, open_place
+from storage_formats.format.places import Place, reading_place
 from storage_formats.format.receipts import ShardReceipt, fetch_written, fingerprint
 from storage_formats.format.rows import VALUE_SCHEMA, read_staged_rows
 from storage_formats.format.source_columns import SourceColumn
@@ -396,7 +396,7 @@ def upgrade_old(root: IndexLocation) -> None:
         if error.remedy == "upgrade":
             from storage_formats.upgrade import upgrade_index
 
-            journal = unfinished_journal(open_place(root))
+            journal = unfinished_journal(reading_place(root))
             if journal is not None:
                 raise UsageError(
                     f"{root} has an earlier format and an unfinished '{journal.kind}',"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -90,6 +91,7 @@ class CopyResult:
     """The result of a compaction, a merge or a copy.
 
     Attributes:
+        out: directory or URL of the written index.
         rows: number of rows of the written index, without deleted rows.
         shards: number of shards of the written index.
         snapshot: number of the copied snapshot; 0 for a merge.
@@ -115,6 +117,7 @@ class CopyResult:
         (4, 2)
     """
 
+    out: str
     rows: int
     shards: int
     snapshot: int
@@ -130,7 +133,7 @@ class CopyResult:
 @name_missing_extra("search")
 def compact_index(
     index: IndexLocation,
-    out: IndexLocation,
+    out: IndexLocation | None = None,
     *,
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
@@ -143,7 +146,8 @@ def compact_index(
 
     Args:
         index: directory of the index, or its URL. The index does not change.
-        out: directory of the new index.
+        out: directory of the new index. None selects photos-compact.edje beside an
+            index photos.edje.
 
     Raises:
         UsageError: there is no index at `index`, all rows are deleted, `out` is not
@@ -160,8 +164,17 @@ def compact_index(
         >>> compact_index("pages.edje", "dense.edje").rows
         27
     """
+    out = out or compact_path(index)
     opened = CommittedIndex.open(index)
     return rewrite([(opened, live_rows(opened))], out, "compact", on_event, should_stop)
+
+
+def compact_path(index: IndexLocation) -> Path:
+    """Return the default directory of a compaction, beside the directory `index`."""
+    path = local_path(index, advice="; give the directory of the new index, too")
+    # An index may be given as "." or "..", which are no names.
+    folder, name = os.path.split(os.path.abspath(path))
+    return Path(folder, f"{name.removesuffix('.edje')}-compact.edje")
 
 
 def rewrite(
@@ -272,6 +285,7 @@ def rewrite(
         for file in receipt.files
     ]
     return CopyResult(
+        out=str(out),
         rows=spec.used_rows,
         shards=spec.used_shards,
         snapshot=first.snapshot.number if len(parts) == 1 else 0,
@@ -472,6 +486,7 @@ def copy_index(
             place.remove(place.names(place.snapshots))
             remove_what_is_not_kept(place, tables=True, shards=True)
     return CopyResult(
+        out=str(target),
         rows=count,
         shards=spec.used_shards,
         snapshot=manifest.snapshot.number,

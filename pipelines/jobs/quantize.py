@@ -25,6 +25,7 @@ from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snaps
 from storage_formats.format.places import Place
 from storage_formats.format.receipts import read_receipts
 from storage_formats.remote.urls import IndexLocation
+from storage_formats.threads import usable_cpus
 from storage_formats.writing.conversion import (
     ConversionTask,
     choose_offset,
@@ -203,8 +204,8 @@ def conversion(
         ),
         make_worker=lambda: convert_shard,
         engine=open_engine(
-            "threads" if workers is None else "ray",
-            workers,
+            "inline" if workers is None else "ray",
+            workers or usable_cpus(),
             address=address,
             lock=None if index.remote else layout.lock,
         ),

@@ -39,7 +39,6 @@ from storage_formats.codecs import Blocks
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c
-from storage_formats.format.committed_files import iter_shard_files
 from storage_formats.format.file_check import DAMAGED_FILE, FileEntry, Problem
 from storage_formats.format.manifest import (
     CommittedIndex,
@@ -166,10 +165,9 @@ def repair_index(
                         break
                 else:
                     refusals.append(_lost_offset(opened.manifest, entry))
-        numbers = list(opened.spec.shard_numbers())
         shards = {
             shard: entries
-            for shard, entries in iter_shard_files(opened, numbers)
+            for shard, entries in opened.shard_files().items()
             if damaged.intersection(entries)
         }
         for done, (shard, entries) in enumerate(shards.items()):
@@ -319,16 +317,18 @@ class ShardEncoder:
             )
             if self._should_stop():
                 raise JobStopped("stopped")
-            blocks, reasons = encode_inputs(
+            rows, blocks = encode_inputs(
                 [inputs[at] for at in batch],
                 self._open_encoder(),
                 settings.decoding,
                 settings.batch_size,
             )
-            for number, block in blocks.items():
-                self._blocks[batch[number]] = block
-            for number, reason in reasons.items():
-                self._refused[batch[number]] = _WORDING.get(reason, reason)
+            for number, at in enumerate(batch):
+                reason = rows[number].reason
+                if reason is None:
+                    self._blocks[at] = blocks[number]
+                else:
+                    self._refused[at] = _WORDING.get(reason, reason)
 
     @functools.cached_property
     def _inputs(self) -> dict[int, InputRef]:

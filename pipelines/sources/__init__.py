@@ -44,7 +44,7 @@ from pipelines.sources.base import (
     read_head,
     unreadable,
 )
-from pipelines.sources.kinds import TableSource, TreeSource, scan_ahead
+from pipelines.sources.kinds import TableSource, TreeSource, is_packed, iter_all
 from storage_formats.errors import UsageError
 from storage_formats.format.source_columns import metadata_text
 from storage_formats.remote.files import list_remote_folder, require_libraries
@@ -133,18 +133,6 @@ def without_nested(sources: Sequence[Source]) -> list[Source]:
     """
     contained = {id(source) for source, _ in _contained(sources)}
     return [source for source in sources if id(source) not in contained]
-
-
-def iter_all(sources: Sequence[Source]) -> Iterator[InputRef]:
-    """Yield the inputs of all sources in row order."""
-    # Threads list consecutive archives and Parquet files in parallel, because a thread
-    # that reads their headers mostly waits for the disk.
-    for are_packed, group in itertools.groupby(sources, _is_packed):
-        if are_packed:
-            yield from scan_ahead(list(group))
-        else:
-            for source in group:
-                yield from source.iter_inputs()
 
 
 def hash_and_mark_duplicates(refs: Iterable[InputRef]) -> Iterator[InputRef]:
@@ -373,10 +361,6 @@ def open_source(
     raise SourceError(f"{spec} is not a source of images; give {ACCEPTED}")
 
 
-def _is_packed(source: Source) -> bool:
-    return container_kind(source.spec) is not None
-
-
 def _open_table(spec: str, column: str | None) -> TableSource:
     source = TableSource(spec, column=column)
     source.table.check()
@@ -480,7 +464,7 @@ def _contained(sources: Sequence[Source]) -> Iterator[tuple[Source, Source]]:
         # A directory source reads an archive or a Parquet file only if there are no
         # images or clips beside it, and no list.
         is_part = isinstance(source, TreeSource)
-        if outer is not None and _is_packed(source):
+        if outer is not None and is_packed(source):
             is_part = not is_url(path) and not holds_inputs(
                 names_in(os.path.dirname(path)), source.clips
             )

@@ -12,7 +12,6 @@ import unicodedata
 import urllib.parse
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from edje_index.images.clips import clip_format
@@ -108,16 +107,20 @@ class Patterns:
         return bool(is_included and not self._exclude.match_file(path))
 
 
-@dataclass
 class Source(ABC):
     """A source of images and clips.
 
-    Attributes:
+    Args:
         spec: the source as the user named it: a path, a URL, or "-" for standard input.
         is_directory: True for a directory.
-        path: absolute path of the directory or file, or its URL.
+        column: name of the column of images in tables and Parquet files; None selects
+            one, see `edje_index.inputs.tables.Table`.
         clips: True if video files are inputs, too. Otherwise they are ignored, unless a
             list names them.
+
+    Attributes:
+        path: absolute path of the directory or file, or its URL; "-" for standard
+            input.
         ignored: number of entries that are not inputs, in the latest pass over the
             source. Keys are suffixes (".txt") or reasons ("(hidden)").
         inputs: number of inputs in the latest pass.
@@ -127,18 +130,24 @@ class Source(ABC):
             archives in a directory with images. The values are the reasons.
     """
 
-    spec: str
-    is_directory: bool = False
-    path: bytes = field(init=False)
-    ignored: Ignored = field(init=False, default_factory=Ignored)
-    clips: bool = field(default=False, kw_only=True)
-    inputs: int = field(init=False, default=0)
-    patterns: Patterns = field(init=False, default_factory=Patterns)
-    unread: set[str] = field(init=False, default_factory=set)
-    hidden: dict[str, str] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.path = absolute_path(self.spec)
+    def __init__(
+        self,
+        spec: str,
+        is_directory: bool = False,
+        column: str | None = None,
+        *,
+        clips: bool = False,
+    ) -> None:
+        self.spec = spec
+        self.is_directory = is_directory
+        self.column = column
+        self.clips = clips
+        self.path = absolute_path(spec)
+        self.ignored = Ignored()
+        self.inputs = 0
+        self.patterns = Patterns()
+        self.unread: set[str] = set()
+        self.hidden: dict[str, str] = {}
 
     def iter_inputs(self) -> Iterator[InputRef]:
         """Yield every input once, always in the same order.
@@ -224,15 +233,17 @@ def unreadable(spec: str, error: Exception) -> SourceError:
 
 
 def absolute_path(spec: str) -> bytes:
-    """Return the absolute path of a source, or its URL."""
-    return os.fsencode(spec) if is_url(spec) else os.path.abspath(os.fsencode(spec))
+    """Return the absolute path of a source, or its URL. The name `-` of standard input
+    is returned unchanged.
+    """
+    if spec == STANDARD_INPUT or is_url(spec):
+        return os.fsencode(spec)
+    return os.path.abspath(os.fsencode(spec))
 
 
 def absolute_spec(spec: str) -> str:
-    """Return a source in the form that the index records: an absolute path or a URL.
-    The name `-` of standard input is returned unchanged.
-    """
-    return spec if spec == STANDARD_INPUT else os.fsdecode(absolute_path(spec))
+    """Return a source in the form that the index records, see `absolute_path`."""
+    return os.fsdecode(absolute_path(spec))
 
 
 def holds_inputs(names: Iterable[bytes], clips: bool) -> bool:

@@ -1,4 +1,8 @@
-"""An index in a directory. Files are flushed to the device and then renamed."""
+"""An index in a directory. Files are flushed to the device and then renamed.
+
+The methods of `Directory` are the operations of every place where an index can lie,
+see `storage_formats.format.places`.
+"""
 
 from __future__ import annotations
 
@@ -21,54 +25,89 @@ from storage_formats.errors import EdjeError
 from storage_formats.format.file_check import FileEntry
 from storage_formats.format.index_files import check_inside, read_index_file
 from storage_formats.format.layout import Layout
-from storage_formats.format.place import MAX_BYTES, Place
 from storage_formats.system_calls import MissingCallError, promised
 
+# A plan lists the checksum of every list of inputs.
+MAX_BYTES = 1 << 30
+"""Most bytes of a file that `Directory.read` reads."""
 
-class Directory(Place):
-    """An index in the directory `root`."""
+
+class Directory(Layout):
+    """An index in the directory `root`: its files, and the operations that change them
+    durably.
+
+    The paths in all arguments and results lie below `root`.
+    """
+
+    remote = None
+    """The objects of the index; None in a directory."""
 
     @property
     def location(self) -> Path:
+        """Path or URL of the index."""
         return self.root
 
-    @property
-    def remote(self) -> None:
-        return None
-
     def address(self, path: Path) -> Path:
+        """Return the path or the URL of a file, for messages."""
         return path
 
     def of_snapshot(self, manifest: bytes) -> Directory:
+        """Return this place for readers of the snapshot whose `index.json` has the
+        contents `manifest`.
+        """
         del manifest
         return Directory(self.root.absolute())
 
     def claimed(self) -> AbstractContextManager[None]:
+        """Return a context manager in which no other process can change the index.
+
+        Raises:
+            EdjeError: another process is changing the index.
+            UsageError: the index cannot be written here.
+        """
         return locked(self.root)
 
     def is_claimed(self) -> bool:
+        """Return True if this process still holds the claim of `claimed`."""
         # The operating system keeps the lock of `claimed` until it is released.
         return True
 
     def is_changing(self) -> bool:
+        """Return True if a change of the index has begun and has not ended."""
         return self.journal.exists()
 
     def part(self, folder: Path) -> Directory:
+        """Return `folder`, which lies below `root`, as a place of its own."""
         return Directory(folder)
 
     def get(self, path: Path) -> None:
-        del path
+        """Make a file readable below `root`, if it exists."""
+
+    def begin_task(self) -> None:
+        """Remember the change that runs now. If another change runs later, `put` raises
+        an EdjeError. Workers call this, because their driver may have died.
+        """
 
     def read(self, path: Path, max_bytes: int = MAX_BYTES) -> bytes | None:
+        """Return the contents of a small file; None if it does not exist. Raise OSError
+        if the file cannot be read or is longer than `max_bytes`.
+        """
         try:
             return read_index_file(self.root, path, max_bytes=max_bytes)
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def write(self, path: Path, data: bytes) -> None:
+        """Write a small file, or replace it."""
         write_bytes_atomic(path, data, self.staging)
 
     def put(self, staged: Sequence[tuple[Path, FileEntry]]) -> None:
+        """Move complete private files to their final paths.
+
+        Args:
+            staged: (private path, entry of the final file) of each file. A file that
+                lies at its final path already is made durable, and stays.
+        """
         fsync_paths(path for path, _ in staged)
         finals = [self.root / entry.path for _, entry in staged]
         for (path, _), final in zip(staged, finals, strict=True):
@@ -78,9 +117,11 @@ class Directory(Place):
         fsync_paths(final.parent for final in finals)
 
     def fetch(self, entries: Iterable[FileEntry]) -> None:
-        del entries
+        """Make committed files readable below `root`."""
 
     def names(self, folder: Path) -> list[Path]:
+        """Return the paths of all files below `folder`, sorted."""
+
         def refuse(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError | NotADirectoryError):
                 raise error
@@ -93,6 +134,9 @@ class Directory(Place):
         return sorted(found)
 
     def lengths(self, entries: Iterable[FileEntry]) -> dict[str, int]:
+        """Return the lengths in bytes of those files of `entries` that exist, keyed by
+        their relative paths.
+        """
         lengths = {}
         for entry in entries:
             with contextlib.suppress(OSError):
@@ -101,6 +145,9 @@ class Directory(Place):
         return lengths
 
     def remove(self, paths: Iterable[Path]) -> list[int]:
+        """Remove files, in the given order. Return the length in bytes of each removed
+        file.
+        """
         lengths = []
         changed = set[Path]()
         for path in paths:
@@ -123,6 +170,12 @@ class Directory(Place):
         return lengths
 
     def commit(self, data: bytes) -> None:
+        """Replace `index.json`. The caller holds the claim, and has compared the base.
+
+        Raises:
+            EdjeError: another process has replaced `index.json`, or it is not known
+                whether `index.json` was replaced. Only an object store raises it.
+        """
         # A worker may have been killed between making a directory of shards and
         # flushing its parent.
         parents = (self.root, self.root / "tokens", self.root / "checksums")
@@ -130,6 +183,9 @@ class Directory(Place):
         self.write(self.manifest, data)
 
     def move_erased(self) -> None:
+        """Move the files in `build/erased/` to the same paths in the index. Call this
+        only after the commit of the erasure that wrote them.
+        """
         if not self.erased.exists():
             return
         finals = []
@@ -141,9 +197,6 @@ class Directory(Place):
                 path.replace(finals[-1])
         fsync_paths({final.parent for final in finals})
         shutil.rmtree(self.erased, ignore_errors=True)
-
-    def close(self) -> None:
-        """Do nothing: temporary files lie in `build/`, which the change removes."""
 
 
 @contextlib.contextmanager

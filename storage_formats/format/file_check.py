@@ -278,6 +278,31 @@ def checked_pieces(
 
 
 @contextlib.contextmanager
+def parsing(what: str, advice: str = "") -> Iterator[None]:
+    """Context manager for code that reads and parses `what`, a file of an index. An
+    exception of this code means that the file is missing or damaged, or that this
+    machine cannot read it at the moment, see `cannot_read`.
+
+    Raises:
+        CorruptIndexError: the file is missing or damaged.
+        MachineError: this machine cannot read the file at the moment.
+    """
+    try:
+        yield
+    except (
+        OSError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        pa.ArrowException,
+    ) as error:
+        raise cannot_read(what, error, advice) from error
+
+
+@contextlib.contextmanager
 def committed_content(
     root: Path,
     entry: FileEntry,
@@ -285,24 +310,15 @@ def committed_content(
     advice: str = "restore the file from a backup",
 ) -> Iterator[bytes]:
     """Context manager that reads a committed file of the index at `root`, compares its
-    contents with `entry`, and yields them.
-
-    The `with` block parses the contents. A KeyError, ValueError or Arrow error in the
-    block means that the file is damaged, and becomes a CorruptIndexError.
+    contents with `entry`, and yields them. The `with` block parses the contents, see
+    `parsing`.
 
     Args:
         what: kind of the file for error messages, such as "shard table".
         advice: what to do with a damaged file, for error messages.
-
-    Raises:
-        CorruptIndexError: the file is missing or damaged.
-        MachineError: this machine cannot read the file at the moment, see
-            `cannot_read`.
     """
     path = root / entry.path
-    try:
+    with parsing(f"the {what} {path}", advice):
         data = read_index_file(root, path, max_bytes=entry.bytes)
         check_content(f"the {what} {path}", entry, data)
         yield data
-    except (OSError, KeyError, ValueError, pa.ArrowException) as error:
-        raise cannot_read(f"the {what} {path}", error, advice) from error

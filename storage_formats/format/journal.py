@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from storage_formats.atomic import Json, fsync_path, json_bytes
 from storage_formats.errors import EdjeError, cannot_read
 from storage_formats.format.checksum import json_checksum
-from storage_formats.format.place import Place
+from storage_formats.format.places import Place
 
 
 @dataclass(frozen=True)

@@ -405,16 +405,25 @@ class CommittedIndex:
         snapshot = replace(self.manifest.snapshot, deleted=None, deleted_rows=0)
         return replace(self, manifest=replace(self.manifest, snapshot=snapshot))
 
-    def shard_files(self) -> list[tuple[int, FileEntry]]:
-        """Return a pair (shard number, file entry) for each line of the shard
-        tables.
+    def shard_files(self) -> dict[int, dict[str, FileEntry]]:
+        """Return the entries of the files of each shard in the shard tables, keyed by
+        shard number and path. The entries of a shard that no table lists are empty.
+
+        Raises:
+            CorruptIndexError: a shard table is missing or damaged.
         """
-        self.fetch(self.manifest.shard_tables)
-        return [
-            line
-            for table in self.manifest.shard_tables
-            for line in read_shard_table(self.root, table)
-        ]
+        spec = self.spec
+        tables = self.manifest.shard_tables
+        files: dict[int, dict[str, FileEntry]] = {
+            shard: {} for shard in spec.shard_numbers()
+        }
+        self.fetch(tables)
+        for segment, table in zip(spec.used_segments, tables, strict=True):
+            in_segment = spec.segment_shards(segment)
+            for shard, file in read_shard_table(self.root, table):
+                if shard in in_segment:
+                    files[shard][file.path] = file
+        return files
 
     def fetch(self, entries: Iterable[FileEntry]) -> None:
         """Download the committed files `entries` that `root` lacks. Does nothing for an

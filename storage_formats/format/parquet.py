@@ -17,6 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from storage_formats.arrays import Ints
+
 # A short damaged file can declare a table that does not fit in memory. A table is
 # therefore refused if it has too many rows, or takes too many bytes in memory, per byte
 # of the file. Up to `_SMALL_VALUES` rows and `_SMALL_BYTES` bytes are always accepted.
@@ -163,7 +165,7 @@ class ParquetRowGroups:
     def read(
         self,
         file: BinaryIO,
-        values: Sequence[int] | None,
+        values: Sequence[int] | Ints | None,
         columns: Sequence[str] | None = None,
     ) -> Iterator[pa.Table]:
         """Yield each row group of `file` that can contain one of `values` in the

@@ -31,9 +31,9 @@ from storage_formats.atomic import Json, json_bytes, replacing, write_bytes_atom
 from storage_formats.cache import cache_directory
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.format.checksum import crc32c, to_hex
+from storage_formats.format.directory import MAX_BYTES
 from storage_formats.format.file_check import FileEntry, checked_pieces
 from storage_formats.format.layout import ROOT, Layout
-from storage_formats.format.place import MAX_BYTES, Place
 from storage_formats.remote.objects import (
     CHUNK_BYTES,
     Chunk,
@@ -66,9 +66,12 @@ _honest = set[str]()
 
 
 @dataclass(eq=False, repr=False)
-class Prefix(Place):
-    """An index below the URL of `folder`. `root` is a temporary directory on this
-    machine, which `close` removes. For readers, it is a directory that caches files.
+class Prefix(Layout):
+    """An index below the URL of `folder`, with the operations of a `Directory`.
+
+    `root` is a temporary directory on this machine, which `close` removes. For readers,
+    it is a directory that caches files. A path below `root` stands for the object with
+    the same relative path.
 
     Attributes:
         whole: `root` of the whole index if this place is a part of it; None otherwise.

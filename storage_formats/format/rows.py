@@ -16,11 +16,13 @@ import pyarrow.compute as pc
 from storage_formats.arguments import as_list, did_you_mean
 from storage_formats.arrays import Ints
 from storage_formats.atomic import naming
-from storage_formats.errors import CorruptIndexError, UsageError, cannot_read
+from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.committed_files import CommittedTable
 from storage_formats.format.file_check import (
+    EXCHANGED,
     FileEntry,
     check_content,
+    parsing,
 )
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
@@ -224,7 +226,7 @@ def read_staged_rows(
     if staged is not None:
         path = layout.root / staged.path
     schema = selected(stored_schema(source_columns), columns)
-    try:
+    with parsing(f"the rows of shard {shard} in {path}"):
         most = None if staged is None else staged.bytes
         data = read_index_file(layout.root, path, max_bytes=most)
         if staged is not None:
@@ -234,8 +236,6 @@ def read_staged_rows(
         # number of rows would not be known otherwise.
         names = list(dict.fromkeys([*schema.names, "row_id"]))
         return cast_columns(read_table(data, names, optional=optional), schema)
-    except (OSError, ValueError, TypeError, pa.ArrowException) as error:
-        raise cannot_read(f"the rows of shard {shard} in {path}", error) from error
 
 
 def with_values(table: pa.Table, values: pa.Table) -> pa.Table:
@@ -415,46 +415,41 @@ def _groups(
         wanted = row_ids[start:stop]
         rows_left = len(wanted)
     next_row = 0
-
-    def convert(group: pa.Table) -> pa.Table:
-        nonlocal rows_left, next_row
-        table = cast_columns(group, schema)
-        ids = row_ids_of(table)
-        if not len(ids):
-            raise ValueError("it has a row group without rows")
-        if "content_hash" in table.column_names:
-            hashes = table["content_hash"].drop_null()
-            is_long = pc.equal(pc.binary_length(hashes), _HASH_DIGITS)
-            is_hash = pc.and_(is_long, pc.string_is_ascii(hashes))
-            if len(hashes) and not pc.all(is_hash).as_py():
-                raise ValueError("a content hash is not one of SHA-256")
-        first = int(ids[0])
-        stop = int(ids[-1]) + 1
-        expected = [
-            range(max(each.start, first), min(each.stop, stop)) for each in ranges
-        ]
-        # Compare the numbers first: these ranges may have more rows than fit in memory.
-        if (
-            first < next_row
-            or sum(map(len, expected)) != len(ids)
-            # `np.array` would convert a range number by number.
-            or not np.array_equal(
-                np.concatenate([np.arange(each.start, each.stop) for each in expected]),
-                ids,
-            )
-        ):
-            raise ValueError("its rows are not those of its shards, or do not ascend")
-        next_row = stop
-        found = len(ids)
-        if wanted is not None:
-            before, after = np.searchsorted(wanted, [first, stop]).tolist()
-            found = after - before
-        rows_left -= found
-        return table
-
     table = CommittedTable(index, file.file, "row_id")
-    values = None if wanted is None else wanted.tolist()
-    yield from table.groups(values, convert, schema.names)
+    with parsing(f"the table {table.path}", EXCHANGED):
+        for group in table.groups(wanted, schema.names):
+            rows = cast_columns(group, schema)
+            ids = row_ids_of(rows)
+            if not len(ids):
+                raise ValueError("it has a row group without rows")
+            if "content_hash" in rows.column_names:
+                hashes = rows["content_hash"].drop_null()
+                is_long = pc.equal(pc.binary_length(hashes), _HASH_DIGITS)
+                is_hash = pc.and_(is_long, pc.string_is_ascii(hashes))
+                if len(hashes) and not pc.all(is_hash).as_py():
+                    raise ValueError("a content hash is not one of SHA-256")
+            first = int(ids[0])
+            stop = int(ids[-1]) + 1
+            expected = [
+                range(max(each.start, first), min(each.stop, stop)) for each in ranges
+            ]
+            # Compare the numbers first: these ranges may have more rows than fit in
+            # memory. `np.array` would convert a range number by number.
+            if (
+                first < next_row
+                or sum(map(len, expected)) != len(ids)
+                or not np.array_equal(
+                    np.concatenate([np.arange(r.start, r.stop) for r in expected]), ids
+                )
+            ):
+                raise ValueError("its rows are not those of its shards, in order")
+            next_row = stop
+            if wanted is None:
+                rows_left -= len(ids)
+            else:
+                before, after = np.searchsorted(wanted, [first, stop]).tolist()
+                rows_left -= after - before
+            yield rows
     if rows_left:
         raise CorruptIndexError(
             f"{table.path} does not list all rows of its shards", remedy="verify"

@@ -21,7 +21,7 @@ from storage_formats.format.layout import SHARD_TABLE_FILE
 from storage_formats.format.parquet import read_table
 
 if TYPE_CHECKING:
-    from storage_formats.format.place import Place
+    from storage_formats.format.places import Place
 
 # Lines per row group. A row group of this size is read in about 1 ms.
 _TABLE_GROUP_LINES = 4096

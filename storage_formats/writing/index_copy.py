@@ -27,7 +27,7 @@ from storage_formats.format.file_check import (
 )
 from storage_formats.format.index_files import IndexFile
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.place import Place
+from storage_formats.format.places import Place
 from storage_formats.format.prefix import CHECKSUM, Prefix, committed_chunks
 from storage_formats.remote.objects import (
     CHUNK_BYTES,

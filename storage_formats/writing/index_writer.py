@@ -28,7 +28,7 @@ from storage_formats.arguments import (
     repr_of,
     shown,
 )
-from storage_formats.arrays import Array, Floats, as_array
+from storage_formats.arrays import Array, Floats, as_array, finite_blocks
 from storage_formats.atomic import Json
 from storage_formats.change import (
     Change,
@@ -89,8 +89,6 @@ ROW_COLUMNS = ("uri", "uri_raw", "size", "content_hash", "width", "height")
 """Standard columns of the rows table that a caller of `IndexWriter.append` may give."""
 _BLOCK_TYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(BF16))
 _EMBEDDING_TYPES = (*_BLOCK_TYPES, np.dtype(np.float64))
-# The exponent bits of bfloat16. All of them are set in NaN and infinity only.
-_EXPONENT = np.uint16(0x7F80)
 _KIND = "import-arrays"
 
 
@@ -515,7 +513,7 @@ def _as_bf16(blocks: Array, first: int) -> Blocks:
     """
     with np.errstate(over="ignore", invalid="ignore"):
         converted = np.ascontiguousarray(blocks.astype(BF16, copy=False))
-    finite = ((converted.view(np.uint16) & _EXPONENT) != _EXPONENT).all(axis=(1, 2))
+    finite = finite_blocks(converted)
     if not finite.all():
         row = first + int(np.argmin(finite))
         raise UsageError(

@@ -92,9 +92,10 @@ def write_tables(
                 for name in {*old.precisions} - {*spec.precisions}
                 for folder in ("tokens", "checksums")
             )
-            for shard, file in before.shard_files():
-                if not file.path.startswith(dropped):
-                    lines.setdefault(file.path, (shard, file))
+            for shard, files in before.shard_files().items():
+                for file in files.values():
+                    if not file.path.startswith(dropped):
+                        lines.setdefault(file.path, (shard, file))
     for segment in spec.used_segments:
         in_segment = spec.segment_shards(segment)
         if segment not in tables:

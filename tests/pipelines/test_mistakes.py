@@ -27,7 +27,7 @@ MISTAKES = [
     ("delete photos.edje", "no rows are selected", "give row ids"),
     ("delete photos.edje --rows 99", "out of range", "0 to 9"),
     (f"build broken.jsonl {BUILD}", "line 1 cannot be used", "not JSON"),
-    (f"build list.jsonl {BUILD}", "not a JSON object", "check the path"),
+    (f"build list.jsonl {BUILD}", "not a JSON object", "check the file"),
     (f"build other.csv {BUILD}", "no column path", "columns with texts: name"),
     (f"build nope {BUILD}", "nope does not exist", "check the path"),
     (f"build clip.mp4 {BUILD}", "is a video", "frames per clip"),

@@ -10,7 +10,8 @@ import obstore
 import pytest
 
 from edje_index.inputs.refs import read_bytes
-from pipelines.sources import iter_all, open_sources
+from pipelines.sources import open_sources
+from pipelines.sources.kinds import iter_all
 from storage_formats import UsageError
 from storage_formats.remote import files as remote
 from storage_formats.remote import objects

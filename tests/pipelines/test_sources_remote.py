@@ -21,8 +21,9 @@ from edje_index.inputs import ranges, tars
 from edje_index.inputs.refs import InputRef, read_bytes
 from pipelines import BuildResult, update_index
 from pipelines.cli.info import failed_rows
-from pipelines.sources import iter_all, open_source, open_sources
+from pipelines.sources import open_source, open_sources
 from pipelines.sources.base import file_input
+from pipelines.sources.kinds import iter_all
 from storage_formats import TokenStore, UsageError, read_rows
 from storage_formats.remote import files as remote
 from tests.object_store import use_endpoint

@@ -14,8 +14,8 @@ from edje_index.inputs import ranges, tars
 from edje_index.inputs.ranges import open_ranged
 from edje_index.inputs.refs import InputRef, read_bytes
 from edje_index.inputs.tars import TarArchive
-from pipelines.sources import iter_all, open_sources
-from pipelines.sources.kinds import TreeSource
+from pipelines.sources import open_sources
+from pipelines.sources.kinds import TreeSource, iter_all
 from tests.pipelines.archives import write_tar
 
 

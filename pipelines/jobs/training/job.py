@@ -18,7 +18,7 @@ from edje_index.bundles.info import (
     read_bundle_info,
 )
 from edje_index.models.adapter import AdapterConfig
-from edje_index.training.checkpoints import read_log
+from edje_index.training.checkpoints import CHECKPOINT, read_log
 from edje_index.training.config import TrainSettings
 from edje_index.training.dataset import (
     TrainingData,
@@ -26,7 +26,6 @@ from edje_index.training.dataset import (
     read_captioned_rows,
 )
 from edje_index.training.loop import (
-    JOINT,
     TrainTask,
     finish_model,
     run_worker,
@@ -58,7 +57,6 @@ _LANGUAGE_FILES = (
     "vocab.txt",
 )
 _TOKENIZER = "joint/tokenizer.json"
-_LOSSES = ("loss", "itm", "mlm", "recovery", "distillation", "accuracy")
 
 
 def run_training(
@@ -116,7 +114,7 @@ def run_training(
         if data.teacher is not None:
             matching_bundle(data.teacher.index, inputs.teacher)
         continued = _continued_run(settings)
-        start = _begin_run(settings, features, record)
+        start = _begin_run(settings, features, data, record)
         if dev is None:
             text = (
                 "inputs.dev is not set, so the weights of the final score are not"
@@ -190,7 +188,7 @@ def _model_digest(path: Path) -> str:
 
 
 def _begin_run(
-    settings: TrainSettings, features: BundleInfo, record: Json
+    settings: TrainSettings, features: BundleInfo, data: TrainingData, record: Json
 ) -> BundleInfo:
     """Write the bundle with the initial weights to the run folder. If the run has begun
     before, compare `record` with the record of the run instead.
@@ -209,6 +207,7 @@ def _begin_run(
             features.path,
             language=inputs.language,
             init=inputs.init,
+            sample=data if settings.alignment.steps else None,
         )
 
         def commit(start: BundleInfo) -> None:
@@ -290,7 +289,7 @@ def _continued_run(settings: TrainSettings) -> tuple[Path, str] | None:
         return None
     folder = bundle.with_name(f"{bundle.name}.run")
     result = _result_of(bundle, folder)
-    if result is None:
+    if result is None or not (folder / CHECKPOINT).exists():
         raise UsageError(
             f"{folder} is not the folder of the run that made {bundle}, so its"
             " optimiser cannot continue; set optimizer.continued to false"
@@ -337,8 +336,7 @@ def _run_steps(task: TrainTask, on_event: OnEvent, should_stop: ShouldStop) -> N
     """Train from the last checkpoint to the last step, in this process or on Ray."""
 
     def report(record: Json) -> None:
-        scoring = _scoring_steps(task, record["step"])
-        on_event(StatusMessage(describe_record(record, scoring)))
+        on_event(StatusMessage(describe_record(record)))
 
     try:
         run = task.config.run
@@ -382,15 +380,9 @@ def _write_bundle(
         f" run {task.run}"
     )
     log = read_log(run.folder)
-    # The keys say what is ranked: images in text-to-image search, captions in
-    # image-to-text search.
     dev = {
-        ranked: {
-            **asdict(choices[direction]),
-            "weights": choices[direction].weights.to_json(),
-        }
-        for ranked, direction in (("images", "t2i"), ("captions", "i2t"))
-        if choices
+        direction: {**asdict(choice), "weights": choice.weights.to_json()}
+        for direction, choice in choices.items()
     }
 
     def result(info: BundleInfo) -> TrainResult:
@@ -418,51 +410,12 @@ def _write_bundle(
     return result(replace(bundle, notes=notes).save(run.out, record))
 
 
-def _scoring_steps(task: TrainTask, done: int) -> float:
-    """Return the number of training steps that take about as long as scoring the dev
-    captions, which happens after `done` steps: in evaluations, and at the end.
-
-    A step computes the gradients of its pairs, which takes three times as long as
-    scoring them.
-    """
-    if task.dev is None:
-        return 0.0
-    config = task.config
-    images = task.dev.images
-    captions = int(task.data.caption_starts[-1])
-    limit = config.fitting.dev_captions
-    queries = min(limit, int(task.dev.caption_starts[-1])) + min(limit, images)
-    every = config.run.evaluate_every
-    if every is None:
-        every = captions // config.loop.batch_size
-    steps = total_steps(config.loop, captions)
-    evaluations = steps // every - done // every if every else 0
-    pairs = queries * min(config.fitting.dev_pool, images) * (evaluations + 1)
-    losses = config.objective.mlm_weight, config.objective.recovery_weight
-    per_caption = 1 + 2 * config.negatives.count + sum(map(bool, losses))
-    return pairs / (3 * config.loop.batch_size * per_caption)
-
-
-def describe_record(record: Json, scoring_steps: float) -> str:
-    """Return a record of the training log as one line of text. The remaining time
-    counts `scoring_steps` further steps, see `_scoring_steps`.
-    """
-    parts = [f"{record['phase']} {record['step']:,}/{record['steps']:,}"]
-    recalls = (name for name in ("t2i", "i2t") if name in record)
-    parts += [f"{name} R@1 {100 * record[name]:.1f}" for name in recalls]
-    parts += [f"{name} {record[name]:.3f}" for name in _LOSSES if name in record]
-    # Only a training step has a learning rate. Other records are about an evaluation
-    # or about shards of captions.
-    if "lr" not in record:
-        return ", ".join(parts)
-    parts += [f"lr {record['lr']:.2e}", f"{record['images_per_second']:.1f} images/s"]
-    steps = record["steps"] - record["step"]
-    if record["phase"] == JOINT:
-        steps += scoring_steps
-    parts.append(f"{steps * record['step_seconds'] / 60:.0f} min left")
-    waited = record["data_wait"] / record["seconds"]
-    if waited > 0.1:
-        parts.append(f"waiting for data {waited:.0%} of the time")
-    if record["skipped"]:
-        parts.append(f"skipped {record['skipped']}")
-    return ", ".join(parts)
+def describe_record(record: Json) -> str:
+    """Return a record of the training log as one line of text."""
+    values = [
+        f"{name} {value:.4g}"
+        for name, value in record.items()
+        if name not in ("phase", "step", "steps")
+    ]
+    progress = f"{record['phase']} {record['step']:,}/{record['steps']:,}"
+    return ", ".join([progress, *values])

@@ -18,10 +18,6 @@ from edje_index.training.fit_weights import (
 )
 
 
-def dev_pools(parts, right) -> DevPools:
-    return DevPools(parts, right, np.arange(len(right)))
-
-
 def noisy_pools(
     weights: dict[str, float], captions: int = 4000, pool: int = 5
 ) -> DevPools:
@@ -38,7 +34,7 @@ def noisy_pools(
     )
     scores = ScoreWeights.of_parts({"logit": 1.0, **weights}).sum(parts)
     best = (scores + rng.gumbel(size=scores.shape)).argmax(axis=1)
-    return dev_pools(parts, np.arange(pool) == best[:, None])
+    return DevPools(parts, np.arange(pool) == best[:, None])
 
 
 def test_the_true_weights_are_found():
@@ -105,26 +101,3 @@ def test_no_weight_is_negative_and_the_others_are_fitted_without_it():
         pools, parts={part: pools.parts[part] for part in ("logit", "embedding")}
     )
     assert fitted.embedding == pytest.approx(fit_weights(alone).embedding, rel=1e-3)
-
-
-def test_held_out_queries_are_scored_with_weights_of_other_images():
-    """Each query alone, with weights fitted to the queries of the images in the
-    other fifths.
-    """
-    pools = noisy_pools({"embedding": 2.0, "late": 0.5}, 60)
-    pools = replace(pools, images=np.arange(60) // 5)
-    hits = []
-    for query in range(60):
-        others = np.array(
-            [
-                (pools.images[other] - pools.images[query]) % 5 != 0
-                for other in range(60)
-            ]
-        )
-        weights = fit_weights(pools.select(others)).by_part()
-        final = sum(
-            weights[part] * values[query].astype(np.float64)
-            for part, values in pools.parts.items()
-        )
-        hits.append(pools.right[query][final.argmax()])
-    assert choose_weights(pools).held_out_recall == pytest.approx(np.mean(hits))

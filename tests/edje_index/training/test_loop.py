@@ -1,4 +1,4 @@
-"""The loop: resuming, stopping, checkpoints, the guard against gradients that are
+"""The loop: resuming, stopping, the checkpoint, the guard against gradients that are
 no numbers, the log.
 """
 
@@ -15,7 +15,7 @@ from edje_index.errors import ModelError
 from edje_index.models.weights import read_checkpoint
 from edje_index.training import loop
 from edje_index.training.batches import BatchSource
-from edje_index.training.checkpoints import last_checkpoint, read_log
+from edje_index.training.checkpoints import CHECKPOINT, last_checkpoint, read_log
 from edje_index.training.config import PRESETS, OptimizerConfig
 from edje_index.training.loop import (
     finish_model,
@@ -75,16 +75,26 @@ def test_a_stopped_training_goes_on_to_the_same_bits(case, calm, tmp_path, calls
     with pytest.raises(TaskInterrupted, match="stopped after step"):
         run_worker(task, WorkerGroup(), StopAfter(calls))
     run_worker(task, WorkerGroup(), never)
-    newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
-    newest.write_bytes(newest.read_bytes()[:1000])
-    with pytest.raises(ModelError, match="remove this file to continue from the"):
-        run_worker(task, WorkerGroup(), never)
-    newest.unlink()
-    run_worker(task, WorkerGroup(), never)
-    assert len([*(tmp_path / "checkpoints").iterdir()]) == 2
     assert same(weights(tmp_path), weights(calm))
-    positions = [(record["stage"], record["step"]) for record in read_log(tmp_path)]
-    assert positions == [(0, 1), (0, 2), *((1, step) for step in range(1, 7))]
+    positions = [(record["phase"], record["step"]) for record in read_log(tmp_path)]
+    assert positions == [
+        ("alignment", 1),
+        ("alignment", 2),
+        *(("joint", step) for step in range(1, 7)),
+    ]
+    assert not [*tmp_path.glob(".checkpoint*")]
+    path = tmp_path / CHECKPOINT
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="remove this file to start again from step 0"):
+        run_worker(task, WorkerGroup(), never)
+
+
+def test_a_killed_training_leaves_no_unfinished_checkpoint(case, tmp_path):
+    task = case.task(tmp_path, loop__steps=2)
+    unfinished = tmp_path / f".{CHECKPOINT}.0"
+    unfinished.write_bytes(b"half of it")
+    run_worker(task, WorkerGroup(), never)
+    assert not unfinished.exists()
 
 
 def test_it_learns_and_leaves_the_tower(case, tmp_path):
@@ -139,11 +149,10 @@ def test_gradients_that_are_no_numbers_are_skipped_and_then_end_it(
         match=r"3 steps in a row had no finite gradient, up to step 3 .*optimizer.lr",
     ):
         run_worker(task, WorkerGroup(), never)
-    newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
     assert same(
         {
             k: v
-            for k, v in read_checkpoint(newest)["weights"].items()
+            for k, v in read_checkpoint(tmp_path / CHECKPOINT)["weights"].items()
             if k.startswith("adapter.")
         },
         {
@@ -182,7 +191,7 @@ def test_a_run_that_is_out_of_memory_goes_on_with_smaller_chunks(
 
 
 def test_all_parameters_have_weight_decay(case):
-    config = case.config(optimizer__adapter_lr_factor=3.0)
+    config = case.config()
     start = ModelBundle.load(case.bundle)
     module = JointObjective(
         start.adapter.requires_grad_(True),
@@ -190,12 +199,35 @@ def test_all_parameters_have_weight_decay(case):
         config.objective,
     )
     groups = make_optimizer(module, config.optimizer).param_groups
-    trained = [
-        parameter for parameter in module.parameters() if parameter.requires_grad
-    ]
-    assert sum(len(group["params"]) for group in groups) == len(trained)
-    assert {group["factor"] for group in groups} == {1.0, 3.0}
+    adapter, others = (group["params"] for group in groups)
+    assert {*map(id, adapter)} == {*map(id, start.adapter.parameters())}
+    assert len(adapter) + len(others) == len([*module.parameters()])
     assert {group["weight_decay"] for group in groups} == {0.05}
+
+
+def test_the_adapter_has_a_learning_rate_of_its_own(case, tmp_path):
+    settings = {"optimizer__warmup_steps": 0, "loop__steps": 1}
+    moved = []
+    for factor in (1.0, 3.0):
+        run_dir = tmp_path / str(factor)
+        task = case.task(run_dir, **settings, optimizer__adapter_lr_factor=factor)
+        run_worker(task, WorkerGroup(), never)
+        before = ModelBundle.load(task.start)
+        after = weights(run_dir)
+        moved.append(
+            [
+                (after["adapter.query"] - before.adapter.query).abs().max(),
+                (
+                    after["joint.text_projection.weight"]
+                    - before.joint.text_projection.weight
+                )
+                .abs()
+                .max(),
+            ]
+        )
+    (query, projection), (faster_query, same_projection) = moved
+    assert float(faster_query / query) == pytest.approx(3, rel=0.05)
+    assert same_projection == projection
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.5])
@@ -304,7 +336,7 @@ def test_a_continued_run_has_no_warm_up(decay):
         assert rates == sorted(rates, reverse=True)
 
 
-@pytest.mark.parametrize(("steps", "epochs", "rate"), [(6, 1, 9e-4), (3, 0.5, 1e-3)])
+@pytest.mark.parametrize(("steps", "epochs", "rate"), [(6, 1, 9e-4), (3, 0, 1e-3)])
 def test_fine_tuning_goes_on_with_adam_and_the_epochs_as_published(
     case, tmp_path, steps, epochs, rate
 ):
@@ -334,14 +366,14 @@ def test_fine_tuning_goes_on_with_adam_and_the_epochs_as_published(
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.0, weight_decay=0.05)
     saved = last_checkpoint(tmp_path / "first", "run")
     assert saved.epochs == epochs
-    groups = [{**group, "lr": rate} for group in saved.optimizer["param_groups"]]
+    groups = [{**optimizer.state_dict()["param_groups"][0], "lr": rate}]
     optimizer.load_state_dict(
         {"state": saved.optimizer["state"], "param_groups": groups}
     )
     module.backward(source.joint(0))
     optimizer.step()
     state = last_checkpoint(tmp_path / "second", "run")
-    assert state.epochs == pytest.approx(int(epochs) + 1 / 6, abs=1e-5)
+    assert state.epochs == epochs
     for name, parameter in module.state_dict().items():
         torch.testing.assert_close(
             state.weights[name], parameter, atol=1e-6, rtol=1e-5, msg=name
@@ -359,3 +391,18 @@ def test_a_last_step_without_a_finite_gradient_ends_the_training(case, tmp_path)
     task = case.task(tmp_path, loop__steps=2, objective__mlm_weight=1e38)
     with pytest.raises(ModelError, match="2 steps in a row had no finite gradient"):
         run_worker(task, WorkerGroup(), never)
+
+
+def test_an_optimiser_of_another_architecture_is_refused(case, tmp_path):
+    first = case.task(tmp_path / "first", loop__steps=2)
+    run_worker(first, WorkerGroup(), never)
+    for number, architecture in enumerate(
+        ({"architecture__tokens": 3}, {"architecture__adapter": "local"})
+    ):
+        task = case.task(tmp_path / str(number), loop__steps=1, **architecture)
+        with pytest.raises(ModelError, match=r"does not fit .* optimizer\.continued"):
+            run_worker(
+                replace(task, continued=(tmp_path / "first", "run")),
+                WorkerGroup(),
+                never,
+            )
