@@ -330,10 +330,10 @@ shmem 50
         # not mounted, as in a container
         ("4:memory:/a/b", {"memory": (V1, 5_000, 2_000)}, 3_000),
         # the cache of files is given up when memory is short
-        ("0::/", {"": (V2_STAT, 5_000, 2_000, STAT.format(""))}, 3_250),
+        ("0::/", {"": (*V2_STAT, STAT.format(""))}, 3_250),
         (
             "4:memory:/",
-            {"memory": (V1_STAT, 5_000, 2_000, STAT.format("total_"))},
+            {"memory": (*V1_STAT, STAT.format("total_"))},
             3_250,
         ),
         (
