@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,31 +24,15 @@ from pipelines.progress.events import (
 from storage_formats.format.layout import IndexSpec
 from tests.conftest import write_random_index
 
-_PARAMETERS = inspect.signature(build_index).parameters.values()
-Request = dataclasses.make_dataclass(
-    "Request",
-    [
-        (
-            (each.name, Any, dataclasses.field(default=each.default))
-            if each.default is not inspect.Parameter.empty
-            else (each.name, Any)
-        )
-        for each in _PARAMETERS
-        if each.name not in ("on_event", "should_stop")
-    ],
-    frozen=True,
-)
-"""The arguments of `build_index`."""
-
 INLINE = [
     "--engine",
     "inline",
     "--shard-size",
-    4,
+    "4",
     "--batch-size",
-    2,
+    "2",
     "--threads",
-    1,
+    "1",
     "--device",
     "cpu",
 ]
@@ -69,12 +52,11 @@ def stop_after_one_shard(
     job: Callable[..., object], *arguments: object, **options: object
 ) -> None:
     """Call `job`, and stop it once a shard is finished."""
-    finished: list[Event] = []
+    finished = []
 
     def note(event: Event) -> None:
-        finished.extend(
-            [event] if isinstance(event, Progress) and event.finished_shards else []
-        )
+        if isinstance(event, Progress) and event.finished_shards:
+            finished.append(event)
 
     with pytest.raises(JobStopped):
         job(*arguments, **options, on_event=note, should_stop=lambda: bool(finished))
@@ -114,21 +96,17 @@ def photos(tmp_path):
 def config(tmp_path, photos, tiny_bundle):
     """Makes a request to build `photos` in shards of four rows, with changes."""
 
-    def make(**changes: object) -> Any:
+    def make(**changes: object) -> SimpleNamespace:
         settings = {
+            "sources": (str(photos),),
+            "out": tmp_path / "index",
+            "model": tiny_bundle,
             "shard_size": 4,
             "batch_size": 2,
             "threads": 1,
             "device": "cpu",
             "engine": "inline",
         }
-        arguments = {
-            "sources": (str(photos),),
-            "out": tmp_path / "index",
-            "model": tiny_bundle,
-            **settings,
-            **changes,
-        }
-        return Request(**arguments)
+        return SimpleNamespace(**{**settings, **changes})
 
     return make

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import re
 import tempfile
 import threading
 from dataclasses import replace
@@ -17,7 +16,6 @@ import numpy as np
 import pytest
 
 from edje_index import add_ann
-from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from pipelines import (
     append_index,
     build_index,
@@ -55,6 +53,18 @@ def folder():
     return ObjectFolder.open(URL)
 
 
+@pytest.fixture
+def remote(index, folder):
+    """The folder of a copy of `index` at `URL`."""
+    copy_index(index, URL)
+    return folder
+
+
+def build_files() -> list[str]:
+    keys = ObjectFolder.open(URL).list_sizes()
+    return [key for key in keys if key.startswith("build/")]
+
+
 def put(folder: ObjectFolder, key: str, data: bytes) -> None:
     folder.put(key, lambda: [data], length=len(data), metadata={})
 
@@ -63,10 +73,9 @@ def import_to(out, **options) -> None:
     """Import arrays of the shape of `index`."""
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as name:
-        paths = []
-        for shape in ((9, 2, 8), (9, 4)):
-            paths.append(Path(name) / f"{len(shape)}.npy")
-            np.save(paths[-1], rng.standard_normal(shape, dtype=np.float32))
+        paths = [Path(name) / "tokens.npy", Path(name) / "embeddings.npy"]
+        for path, shape in zip(paths, ((9, 2, 8), (9, 4)), strict=True):
+            np.save(path, rng.standard_normal(shape, dtype=np.float32))
         import_arrays(*paths, out, **options)
 
 
@@ -98,19 +107,19 @@ def expire(folder: ObjectFolder) -> None:
         put(folder, CLAIM, json.dumps(claim).encode())
 
 
-def test_all_changes_give_the_same_index_as_in_a_directory(tmp_path, folder):
+def test_all_changes_give_the_same_index_as_in_a_directory(tmp_path, tiny_bundle):
     for row in range(20):
         write_photo(tmp_path / "photos" / f"{row:02}.jpg", row)
     for row in (3, 30, 31):
         write_photo(tmp_path / "more" / f"{row:02}.jpg", row)
-    create_untrained_bundle(tmp_path / "model", sizes=TINY)
+    more = tmp_path / "more"
     local = tmp_path / "local.edje"
-    settings = {"engine": "inline", "device": "cpu", "shard_size": 8}
+    inline = {"engine": "inline"}
     changes = [
         lambda root: build_index(
-            tmp_path / "photos", root, tmp_path / "model", **settings
+            tmp_path / "photos", root, tiny_bundle, device="cpu", shard_size=8, **inline
         ),
-        lambda root: append_index(root, tmp_path / "more", engine="inline"),
+        lambda root: append_index(root, more, **inline),
         lambda root: delete_rows(root, rows=[1, 9]),
         lambda root: set_columns(root, [2, 10], {"title": ["Sea", "Hill"]}),
         lambda root: quantize_index(root, ["fp8"]),
@@ -120,9 +129,7 @@ def test_all_changes_give_the_same_index_as_in_a_directory(tmp_path, folder):
         lambda root: roll_back(root, history(root)[0].snapshot),
         lambda root: quantize_index(root, drop=["bf16"]),
         lambda root: remove_snapshots(root, keep=1),
-        lambda root: update_index(
-            root, tmp_path / "more", engine="inline", max_vanished=1
-        ),
+        lambda root: update_index(root, more, max_vanished=1, **inline),
     ]
     for change in changes:
         change(local)
@@ -131,7 +138,7 @@ def test_all_changes_give_the_same_index_as_in_a_directory(tmp_path, folder):
             assert change(URL).already_finished
         assert contents(URL) == contents(local)
         assert verify_index(URL) == []
-        assert {key for key in folder.list_sizes() if key.startswith("build/")} == set()
+        assert build_files() == []
     kinds = [[entry.kind for entry in history(each)] for each in (URL, local)]
     assert kinds[0] == kinds[1]
     assert list((tmp_path / "cache" / "scratch").iterdir()) == []
@@ -139,14 +146,16 @@ def test_all_changes_give_the_same_index_as_in_a_directory(tmp_path, folder):
 
 def test_a_damaged_file_is_repaired_where_it_lies(index, folder):
     quantize_index(index, ["int8"])
+    add_ann(index)
     copy_index(index, URL)
     sound = stored(folder)
+    folder.delete([key for key in sound if key.startswith("ann/")])
     for key in ("tokens/int8/c.1.0", "checksums/int8/00000000.crc32c"):
         data = bytearray(sound[key])
         data[7] ^= 1
         put(folder, key, bytes(data))
     assert {problem.path for problem in verify_index(URL)} >= {"tokens/int8/c.1.0"}
-    assert len(repair_index(URL).repaired) == 2
+    assert len(repair_index(URL).repaired) == 3
     assert verify_index(URL) == []
     assert stored(folder) == sound
 
@@ -218,7 +227,7 @@ def test_a_change_that_is_cut_at_any_request_recovers(name, index, folder, monke
     check_cuts(name, index, folder, monkeypatch, step=1)
 
 
-@pytest.mark.parametrize(("name", "step"), [("delete", 7), ("erase", 19)])
+@pytest.mark.parametrize(("name", "step"), [("delete", 7), ("erase", 29)])
 def test_a_change_that_is_cut_at_some_requests_recovers(
     name, step, index, folder, monkeypatch
 ):
@@ -273,8 +282,7 @@ def check_cuts(name, index, folder, monkeypatch, *, step):
     assert len(states) >= 2
 
 
-def test_only_one_process_changes_an_index(index, folder):
-    copy_index(index, URL)
+def test_only_one_process_changes_an_index(remote):
     entered = threading.Event()
     go_on = threading.Event()
 
@@ -287,7 +295,7 @@ def test_only_one_process_changes_an_index(index, folder):
     )
     worker.start()
     assert entered.wait(30)
-    with pytest.raises(EdjeError, match=r"process \d+ on .* is working on s3://"):
+    with pytest.raises(EdjeError, match=r"process \d+ .* working on s3://"):
         delete_rows(URL, rows=[1])
     go_on.set()
     worker.join()
@@ -295,81 +303,69 @@ def test_only_one_process_changes_an_index(index, folder):
     assert TokenStore.open(URL, "int8").fetch([2]).shape == (1, 2, 8)
 
 
-def test_the_claim_of_a_dead_process_is_taken_over(index, folder):
-    copy_index(index, URL)
+def test_the_claim_of_a_dead_process_is_taken_over(remote):
     claim = json.loads(prefix._claim_bytes("another"))
     for dead in (
         {"pid": 2**22 + 1},
         {"started": 0.0},
         {"machine": "gone", "expires": "2020-01-01T00:00:00+00:00"},
     ):
-        put(folder, CLAIM, json.dumps({**claim, **dead}).encode())
+        put(remote, CLAIM, json.dumps({**claim, **dead}).encode())
         set_columns(URL, [2], {"title": [json.dumps(dead)]})
-    other = {**claim, "machine": "another", "host": "another"}
-    put(folder, CLAIM, json.dumps(other).encode())
-    with pytest.raises(EdjeError, match="on another is working on"):
+    put(remote, CLAIM, json.dumps({**claim, "machine": "b", "host": "b"}).encode())
+    with pytest.raises(EdjeError, match="on b is working on"):
         delete_rows(URL, rows=[1])
 
 
-def test_a_process_that_lost_its_claim_commits_nothing(index, folder):
-    copy_index(index, URL)
+def test_a_process_that_lost_its_claim_commits_nothing(remote):
     before = contents(URL)
 
     def take_over(event):
-        put(folder, CLAIM, prefix._claim_bytes("another"))
+        put(remote, CLAIM, prefix._claim_bytes("another"))
 
     with pytest.raises(EdjeError, match=r"another process took over .*claim\.json"):
         quantize_index(URL, ["int8"], on_event=take_over)
     assert contents(URL) == before
     # the claim of the other process stays
-    assert CLAIM in folder.list_sizes()
+    assert CLAIM in remote.list_sizes()
 
 
-def test_another_index_json_is_not_overwritten(index, other, folder):
-    copy_index(index, URL)
+def test_another_index_json_is_not_overwritten(remote, other):
     data = (other / "index.json").read_bytes()
-
-    def replace_root(event):
-        put(folder, "index.json", data)
-
     with pytest.raises(EdjeError, match="another writer changed"):
-        add_ann(URL, on_event=replace_root)
-    assert folder.read("index.json", 1 << 20).data == data
+        add_ann(URL, on_event=lambda event: put(remote, "index.json", data))
+    assert remote.read("index.json", 1 << 20).data == data
 
 
-def test_a_server_that_ignores_conditions_is_refused(index, folder, monkeypatch):
-    copy_index(index, URL)
-    monkeypatch.setattr(prefix, "_honest", set())
-    replace = ObjectFolder.replace
-
+def test_a_server_that_ignores_conditions_is_refused(remote, monkeypatch):
     def careless(self, key, data, expected):
         put(self, key, data)
         return self.read(key, 1 << 20)
 
-    monkeypatch.setattr(ObjectFolder, "replace", careless)
-    with pytest.raises(UsageError, match="ignores the conditions of writes"):
-        delete_rows(URL, rows=[1])
-    monkeypatch.setattr(ObjectFolder, "replace", replace)
+    monkeypatch.setattr(prefix, "_honest", set())
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectFolder, "replace", careless)
+        with pytest.raises(UsageError, match="ignores the conditions of writes"):
+            delete_rows(URL, rows=[1])
     assert delete_rows(URL, rows=[1]).deleted == (1,)
 
 
-def test_a_stopped_change_is_finished_or_discarded(index, folder, monkeypatch):
-    copy_index(index, URL)
+def test_a_stopped_change_is_finished_or_discarded(remote, monkeypatch):
     requests = Requests(monkeypatch)
     for number in range(10, 100, 5):
         requests.end_after(number, is_done=True)
         with pytest.raises((Killed, EdjeError)):
             quantize_index(URL, ["int8"])
         requests.go_on()
-        expire(folder)
-        if any(key.startswith("build/receipts/") for key in folder.list_sizes()):
+        expire(remote)
+        if any(key.startswith("build/receipts/") for key in build_files()):
             break
-    with pytest.raises(UnfinishedChangeError, match=r"'quantize' .* has not finished"):
+    with pytest.raises(UnfinishedChangeError, match="'quantize'"):
         delete_rows(URL, rows=[1])
     before = contents(URL)
     remove_snapshots(URL)
     assert contents(URL) == before
-    assert {key for key in folder.list_sizes() if "int8" in key} == set()
+    assert "int8" not in str(remote.list_sizes())
     assert verify_index(URL) == []
 
 
@@ -377,26 +373,23 @@ def test_a_stopped_change_is_finished_or_discarded(index, folder, monkeypatch):
     ("url", "message"),
     [
         ("https://host/photos.edje", "can only be read"),
-        ("s3://bucket/photos", "has other objects; choose another URL"),
-        ("s3://bucket/program", "has other objects; choose another URL"),
+        ("s3://bucket/photos", "has other objects"),
+        ("s3://bucket/program", "has other objects"),
         (URL, "exists already"),
     ],
 )
-def test_a_new_index_needs_a_free_place(url, message, index):
-    copy_index(index, URL)
+def test_a_new_index_needs_a_free_place(url, message, remote):
     used = {"s3://bucket/photos": "0.jpg", "s3://bucket/program": "build/app.zip"}
     for other, key in used.items():
         put(ObjectFolder.open(other), key, b"x")
-    with pytest.raises(UsageError, match=re.escape(message)):
+    with pytest.raises(UsageError, match=message):
         import_to(url)
     for other, key in used.items():
         assert [*ObjectFolder.open(other).list_sizes()] == [key]
 
 
-def test_a_worker_whose_change_has_ended_puts_nothing(index, folder, monkeypatch):
+def test_a_worker_whose_change_has_ended_puts_nothing(remote, monkeypatch):
     monkeypatch.setattr(prefix, "_FRESH_SECONDS", -1.0)
-    copy_index(index, URL)
-    before = stored(folder)
     with (
         contextlib.ExitStack() as stack,
         begin_change(URL, "quantize", {"to": "int8"}) as change,
@@ -406,22 +399,20 @@ def test_a_worker_whose_change_has_ended_puts_nothing(index, folder, monkeypatch
         spec = replace(change.index.spec, precisions=("int8",), offset=None)
         writer = stack.enter_context(ShardWriter(place, spec, 0))
         # another process takes over, and runs another change
-        expire(folder)
+        expire(remote)
         set_columns(URL, [2], {"title": ["Sea"]})
         with pytest.raises(EdjeError, match="that this process served has ended"):
             writer.commit_files()
     assert verify_index(URL) == []
-    assert {key for key in folder.list_sizes() if "int8" in key} == set()
-    assert folder.list_sizes().keys() > before.keys()
+    assert "int8" not in str(remote.list_sizes())
 
 
-def test_a_process_that_slept_checks_its_claim(index, folder, monkeypatch):
-    copy_index(index, URL)
+def test_a_process_that_slept_checks_its_claim(remote, monkeypatch):
     with open_place(URL) as place, place.claimed():
         place.write(place.build / "x", b"x")
-        expire(folder)
+        expire(remote)
         assert delete_rows(URL, rows=[1]).deleted == (1,)
-        before = stored(folder)
+        before = stored(remote)
         monkeypatch.setattr(prefix, "_LATE_SECONDS", -1.0)
         for act in (
             lambda: place.write(place.build / "x", b"y"),
@@ -430,24 +421,14 @@ def test_a_process_that_slept_checks_its_claim(index, folder, monkeypatch):
         ):
             with pytest.raises(EdjeError, match=r"taken it over|took over"):
                 act()
-    assert stored(folder) == before
+    assert stored(remote) == before
 
 
-def test_an_unfinished_change_is_not_copied_over(index, other, folder):
-    copy_index(index, URL)
+def test_an_unfinished_change_is_not_copied_over(index, remote):
     with begin_change(URL, "delete", {"rows": [1]}) as change:
         change.store_plan({})
-    with pytest.raises(UnfinishedChangeError, match=r"'delete' of .* has not finished"):
+    with pytest.raises(UnfinishedChangeError, match="'delete'"):
         copy_index(index, URL)
     copy_index(index, URL, replace=True)
-    assert not any(key.startswith("build/") for key in folder.list_sizes())
-    assert verify_index(URL) == []
-
-
-def test_a_missing_faiss_file_is_built_again(index, folder):
-    add_ann(index)
-    copy_index(index, URL)
-    for key in [key for key in folder.list_sizes() if key.startswith("ann/")]:
-        folder.delete([key])
-    assert repair_index(URL).left == ()
+    assert build_files() == []
     assert verify_index(URL) == []

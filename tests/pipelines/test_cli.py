@@ -13,35 +13,9 @@ from pathlib import Path
 import click
 import pytest
 
-from pipelines.cli.bundles import model
-from pipelines.cli.changes import ann
-from pipelines.cli.main import _MODULE_OF, SECTIONS, cli, main
+from pipelines.cli.main import _MODULE_OF
 from tests.command_line import command, environment
 from tests.conftest import REPO
-
-TOP = [name for section in SECTIONS.values() for name in section]
-GROUPS = {"model": model, "ann": ann}
-PATHS = [[name] for name in TOP if name not in (*GROUPS, "bench")]
-PATHS += [
-    [name, command]
-    for name, group in GROUPS.items()
-    for command in group.list_commands(None)
-]
-
-
-@pytest.mark.parametrize("path", PATHS, ids=" ".join)
-def test_every_command_explains_itself_with_examples(run, path):
-    code, out, err = run(*path, "--help")
-    assert (code, err) == (0, "")
-    assert "Usage: edje-index " + " ".join(path) in out
-    assert "Example" in out
-    group = GROUPS[path[0]] if len(path) > 1 else cli
-    command = group.get_command(None, path[-1])
-    assert command.help.split("\n\n")[0].endswith(".")
-    assert all(
-        option.help for option in command.params if isinstance(option, click.Option)
-    )
-
 
 JOB = """
 import a_package_that_is_not_installed
@@ -114,22 +88,20 @@ def test_a_parameter_is_declared_once(tmp_path, monkeypatch):
     ("arguments", "words"),
     [
         (["build", "--out", "index"], "SOURCE"),
-        (["build", "photos", "--out", "index", "--batch-size", "x"], "batch-size"),
         (
             ["build", "photos", "--model", "s3://b/n", "--out", "index"],
-            "s3://b/n is a URL, but a path on this machine is needed",
+            "s3://b/n is a URL",
         ),
         (
             ["build", "photos", "--model", ".", "--out", "ftp://u:word@host/n"],
-            "cannot be at ftp://...@host/n; give a directory, or a URL",
+            "cannot be at ftp://...@host/n",
         ),
-        (["info", "ftp://u:word@host/n"], "cannot be at ftp://...@host/n; give a dir"),
-        (["info", "http://[::1/n"], "cannot use the URL http://[::1/n: invalid IPv6"),
+        (["info", "http://[::1/n"], "http://[::1/n: invalid IPv6"),
         (
             ["serve", "index", "--deadline", "nan"],
-            "deadline must be a number from",
+            "deadline must be",
         ),
-        (["search", "index", "a", "--min-relevance", "NaN"], "must be a number from 0"),
+        (["search", "index", "a", "--min-relevance", "NaN"], "must be a number"),
         (["--frobnicate"], "frobnicate"),
     ],
 )
@@ -155,6 +127,8 @@ def test_an_unexpected_error_is_one_line_and_says_how_to_see_more(run, monkeypat
     monkeypatch.setitem(_MODULE_OF, "info", __name__)
     code, out, err = run("info", "--help")
     assert (code, out) == (1, "")
+    assert err.startswith("error: unexpected LookupError: info; ")
+    assert (err.count("\n"), "EDJE_DEBUG=1" in err) == (1, True)
     assert (
         err
         == "error: unexpected LookupError: info; run again with EDJE_DEBUG=1 to see the"
@@ -165,7 +139,7 @@ def test_an_unexpected_error_is_one_line_and_says_how_to_see_more(run, monkeypat
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["info", "--help"], ["verify", "INDEX", "--json"]]
+    "arguments", [["info", "--help"], ["verify", "INDEX", "--json"]]
 )
 def test_a_closed_pipe_ends_the_program_quietly(arguments):
     errors = b"error: there is no index at INDEX; " if "INDEX" in arguments else b""
@@ -216,25 +190,20 @@ def test_completion_offers_commands_and_options():
         return [line.partition(",")[2] for line in done.stdout.splitlines()]
 
     assert completed("edje-index qu", 1) == ["quantize"]
-    assert completed("edje-index model ge", 2) == ["get"]
     assert "--precision" in completed("edje-index search --pre", 2)
 
 
-def test_get_refuses_an_existing_folder_before_the_download(tmp_path, capsys):
-    assert main(["model", "get", "--out", str(tmp_path)]) == 1
-    told = capsys.readouterr().err
-    assert f"{tmp_path} exists already" in told
-    assert "downloading" not in told
+def test_get_refuses_an_existing_folder_before_the_download(tmp_path, run):
+    code, _, err = run("model", "get", "--out", tmp_path)
+    assert (code, f"{tmp_path} exists already" in err) == (1, True)
+    assert "downloading" not in err
 
 
-def test_show_explains_a_bundle(capsys):
+def test_show_explains_a_bundle(run):
     bundle = REPO / "tests/golden/release_0_1/model"
-    assert main(["info", str(bundle)]) == 0
-    shown = capsys.readouterr().out
-    assert "block shape          4, 16\n" in shown
+    shown = run.ok("info", bundle)
     assert "None" not in shown
-    assert main(["info", str(bundle), "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    record = run.json("info", bundle)
     assert record["block_shape"] == [4, 16]
     assert record["fingerprint"] != record["encoder_fingerprint"]
     assert "1.5 x" in record["score"]["t2i"]

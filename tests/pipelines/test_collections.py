@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,20 @@ from PIL import Image
 
 from edje_index.inputs.thumbnails import read_thumbnails
 from edje_index.search.rows import IndexRows
-from pipelines import append_index, update_index
+from pipelines import BuildResult, append_index, update_index
 from pipelines.sources import Patterns, open_sources
 from storage_formats import EdjeError, UsageError, read_rows, verify_index
 from storage_formats.format.manifest import CommittedIndex
 from tests.pipelines.conftest import run_build, stop_after_one_shard, write_photo
 
 JPEG_XL = b"\xff\x0a" + bytes(100)
+
+
+def build_and_listen(request: Any) -> tuple[BuildResult, list[str]]:
+    """The result and the messages of a build."""
+    events: list[Any] = []
+    result = run_build(request, events.append)
+    return result, [event.text for event in events if hasattr(event, "text")]
 
 
 def sideways(seed: int) -> Image.Image:
@@ -34,21 +42,24 @@ def sideways(seed: int) -> Image.Image:
 def write_phone(folder: Path, heics: int, jpegs: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
+    (folder / "DCIM").mkdir(parents=True)
+    (folder / "camera").mkdir()
     for number in range(heics):
         path = folder / f"DCIM/IMG_{number:04d}.HEIC"
-        path.parent.mkdir(parents=True, exist_ok=True)
         pillow_heif.from_pillow(sideways(number)).save(path, exif=exif.tobytes())
     for number in range(jpegs):
         path = folder / f"camera/P{number:04d}.JPG"
-        path.parent.mkdir(parents=True, exist_ok=True)
         sideways(number).save(path, "JPEG", exif=exif, quality=95)
     # live photos
     for number in range(5):
         (folder / f"DCIM/IMG_{number:04d}.MOV").write_bytes(b"\0\0\0\x14ftypqt  ")
-    write_photo(folder / "DCIM/@eaDir/IMG_0001.HEIC/SYNOPHOTO_THUMB_XL.jpg", 1)
-    write_photo(folder / "#recycle/old.jpg", 2)
-    write_photo(folder / ".thumbnails/1.jpg", 3)
-    write_photo(folder / "camera/._P0001.JPG", 4)
+    for name in (
+        "DCIM/@eaDir/IMG_0001.HEIC/SYNOPHOTO_THUMB_XL.jpg",
+        "#recycle/old.jpg",
+        ".thumbnails/1.jpg",
+        "camera/._P0001.JPG",
+    ):
+        write_photo(folder / name, 1)
     (folder / "camera/Thumbs.db").write_bytes(b"\xd0\xcf\x11\xe0")
     (folder / "DCIM/IMG_9999.HEIC").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0broken")
 
@@ -68,37 +79,26 @@ def test_a_folder_of_a_phone_and_a_nas_is_indexed_upright(
         ".db": 1,
         ".mov": 5,
     }
-    rows = read_rows(request.out, columns=["row_id", "status", "width", "height"])
-    row_ids = []
-    for row in rows.to_pylist():
-        if row["status"] == "indexed":
-            assert (row["width"], row["height"]) == (24, 32)
-            row_ids.append(row["row_id"])
-    shown = read_thumbnails(request.out, row_ids)
-    assert len(shown) == heics + jpegs
+    rows = read_rows(request.out).to_pylist()
+    indexed = [row for row in rows if row["status"] == "indexed"]
+    assert {(row["width"], row["height"]) for row in indexed} == {(24, 32)}
+    shown = read_thumbnails(request.out, [row["row_id"] for row in indexed])
     for thumbnail in shown:
-        assert thumbnail.jpeg is not None, thumbnail.problem
-    (first,) = read_thumbnails(request.out, row_ids[:1])
-    path = tmp_path / "thumbnail.jpg"
-    path.write_bytes(first.jpeg or b"")
-    with Image.open(path) as image:
-        top, bottom = (np.asarray(image)[row].mean(axis=0) for row in (3, -4))
-    assert top[0] > 200 > bottom[0]
-    assert bottom[2] > 200 > top[2]
+        with Image.open(io.BytesIO(thumbnail.jpeg)) as image:
+            top, bottom = (np.asarray(image)[row].mean(axis=0) for row in (3, -4))
+        assert top[0] > 200 > bottom[0]
+        assert bottom[2] > 200 > top[2]
 
 
 def test_formats_that_are_not_decoded_count_as_no_failure(config, photos):
     for number in range(4):
         (photos / f"x{number}.jxl").write_bytes(JPEG_XL)
     (photos / "07.jpg").unlink()
-    events: list[Any] = []
-    result = run_build(config(max_failed=0), events.append)
+    result, texts = build_and_listen(config(max_failed=0))
     assert (result.failed, result.failed_by_reason) == (4, {"unsupported-image": 4})
-    texts = [text for event in events if (text := getattr(event, "text", ""))]
     (line,) = [text for text in texts if "does not decode" in text]
-    assert "4 files" in line
-    assert "JPEG XL" in line
-    assert "djxl" in line
+    for part in ("4 files", "JPEG XL"):
+        assert part in line
     # other failures count as before
     (photos / "07.jpg").write_bytes(b"no photo")
     with pytest.raises(EdjeError, match="1 of"):
@@ -111,13 +111,10 @@ FILES = ("a.jpg", "b.png", "raw/c.jpg", "raw/deep/d.jpg", "keep/e.jpg", "f [1].j
 @pytest.mark.parametrize(
     ("include", "exclude", "used", "unmatched"),
     [
-        ([], ["raw/"], {"a.jpg", "b.png", "keep/e.jpg", "f [1].jpg"}, []),
         ([], ["/c.jpg"], {*FILES}, ["/c.jpg"]),
-        ([], ["c.jpg"], {*FILES} - {"raw/c.jpg"}, []),
         ([], ["*.jpg", "!e.jpg"], {"b.png", "keep/e.jpg"}, []),
         (["raw/**"], [], {"raw/c.jpg", "raw/deep/d.jpg"}, []),
         (["raw/"], ["deep"], {"raw/c.jpg"}, []),
-        (["*.gif"], [], set(), ["*.gif"]),
         ([], ["f \\[1\\].jpg", "*.tiff"], {*FILES} - {"f [1].jpg"}, ["*.tiff"]),
     ],
 )
@@ -128,22 +125,20 @@ def test_patterns_select_inputs_as_gitignore_does(
         write_photo(tmp_path / "photos" / name, 1)
     patterns = Patterns(include, exclude)
     (source,) = open_sources([str(tmp_path / "photos")], patterns=patterns)
-    refs = [ref.uri for ref in source.iter_inputs()]
     folder = f"{tmp_path}/photos/"
-    assert {uri.removeprefix(folder) for uri in refs} == used
+    names = {ref.uri.removeprefix(folder) for ref in source.iter_inputs()}
+    assert names == used
     assert list(patterns.unmatched) == unmatched
     assert source.ignored.get("(excluded)", 0) == len(FILES) - len(used)
 
 
 def test_the_patterns_of_a_build_hold_for_later_changes(config, photos):
-    events: list[Any] = []
     request = config(exclude=["0[0-4].jpg", "*.gif"])
-    result = run_build(request, events.append)
+    result, texts = build_and_listen(request)
     assert result.inputs == 5
-    texts = [text for event in events if (text := getattr(event, "text", ""))]
     assert "no input matches the pattern '*.gif'" in texts
     assert run_build(request).already_finished
-    with pytest.raises(UsageError, match="built with other settings: exclude"):
+    with pytest.raises(UsageError, match="other settings: exclude"):
         run_build(config())
     write_photo(photos / "more/00.jpg", 90)
     write_photo(photos / "more/11.jpg", 91)
@@ -154,51 +149,18 @@ def test_the_patterns_of_a_build_hold_for_later_changes(config, photos):
         run_build(config(exclude=["!"], out=request.out.with_name("third")))
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv"])
-def test_the_table_of_an_image_folder_gives_columns(config, photos, kind):
-    write_photo(photos / "train/0.jpg", 30)
-    rows = [
-        {"file_name": "00.jpg", "text": "a dog", "stars": 3},
-        {"file_name": "train/0.jpg", "text": "a lake", "stars": 4},
-        {"file_name": "gone.jpg", "text": "nothing", "stars": 5},
-    ]
-    lines = [json.dumps(row) for row in rows]
-    if kind == "csv":
-        lines = ["file_name,text,stars"]
-        lines += [",".join(map(str, row.values())) for row in rows]
-    (photos / f"metadata.{kind}").write_text("\n".join(lines))
-    (photos / "00.txt").write_text("a caption beside")
-    events: list[Any] = []
-    request = config()
-    assert run_build(request, events.append).ignored["(metadata without a file)"] == 1
-    table = read_rows(request.out, columns=["uri", "text", "stars", "captions"])
-    found = {Path(row.pop("uri")).name: row for row in table.to_pylist()}
-    assert found["00.jpg"] == {
-        "text": "a dog",
-        "stars": 3,
-        "captions": ["a caption beside"],
-    }
-    assert found["0.jpg"] == {"text": "a lake", "stars": 4, "captions": None}
-    assert found["01.jpg"]["text"] is None
-    texts = [text for event in events if (text := getattr(event, "text", ""))]
-    assert "captions are in the column captions and the column text" in texts
-
-
-@pytest.mark.parametrize("name", ["caption", "text", "words"])
+@pytest.mark.parametrize("name", ["text", "words"])
 def test_a_build_says_which_column_holds_the_captions(config, photos, name):
     path = photos / "list.jsonl"
     path.write_text(json.dumps({"path": "00.jpg", name: "a dog"}) + "\n")
-    events: list[Any] = []
     request = config(sources=str(path))
-    run_build(request, events.append)
-    text = " ".join(text for event in events if (text := getattr(event, "text", "")))
-    described = IndexRows(CommittedIndex.open(request.out)).described(np.array([0]))
-    if name == "words":
-        assert "no captions" in text
-        assert described[0][1] == {}
-    else:
-        assert f"captions are in the column {name}" in text
-        assert described[0][1] == {name: "a dog"}
+    _, texts = build_and_listen(request)
+    rows = IndexRows(CommittedIndex.open(request.out))
+    ((_, described),) = rows.described(np.array([0]))
+    is_caption = name == "text"
+    assert described == ({name: "a dog"} if is_caption else {})
+    said = "captions are in the column text" if is_caption else "no captions"
+    assert said in " ".join(texts)
 
 
 def test_a_corrected_list_is_read_again(config, photos):
@@ -220,7 +182,6 @@ def test_a_list_that_changes_in_mid_build_is_told(config, photos):
     request = config(sources=str(path))
     stop_after_one_shard(run_build, request)
     path.write_text("08.jpg\n")
-    events: list[Any] = []
-    assert run_build(request, events.append).inputs == 6
-    texts = [text for event in events if (text := getattr(event, "text", ""))]
+    result, texts = build_and_listen(request)
+    assert result.inputs == 6
     assert any(f"{path} has changed since" in text for text in texts)

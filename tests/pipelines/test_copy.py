@@ -29,7 +29,7 @@ from storage_formats.format.shard_table import (
     write_shard_table,
 )
 from tests.command_line import environment
-from tests.conftest import write_random_index
+from tests.conftest import all_files, write_random_index
 from tests.pipelines.conftest import SMALL
 
 
@@ -40,26 +40,13 @@ def index(tmp_path):
     return tmp_path / "photos.edje"
 
 
-@pytest.mark.parametrize(
-    "out", ["gcs://bucket/index", "s3:/bucket/index", Path("s3://bucket/index")]
-)
-def test_urls_of_unknown_kinds_are_refused(index, tmp_path, monkeypatch, out):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        UsageError, match=r"an index cannot be at .*; give a directory, or a URL that"
-    ):
-        copy_index(index, out)
-    assert [path.name for path in tmp_path.iterdir()] == [index.name]
-
-
 def contents(root: Path) -> dict[str, bytes]:
     """The bytes of every file of an index, without earlier snapshots and the lock."""
-    files = (
-        path
-        for path in root.rglob("*")
-        if path.is_file() and {"snapshots", "lock"}.isdisjoint(path.parts)
-    )
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
+    return {
+        path.as_posix(): data
+        for path, data in all_files(root).items()
+        if {"snapshots", "lock"}.isdisjoint(path.parts)
+    }
 
 
 def check_equal(index: Path, url: str) -> None:
@@ -71,23 +58,11 @@ def check_equal(index: Path, url: str) -> None:
 
 
 def test_a_copy_has_the_same_files(index, tmp_path):
-    result = copy_index(index, tmp_path / "copy")
+    assert copy_index(index, tmp_path / "copy").snapshot == 1
     assert contents(tmp_path / "copy") == contents(index)
     assert verify_index(tmp_path / "copy") == []
-    assert (result.snapshot, result.copied_bytes) == (
-        1,
-        sum(map(len, contents(index).values())) - _size(index),
-    )
     # erasure overwrites files in place
     assert (index / "embeddings/c.0.0").stat().st_nlink == 1
-
-
-def _size(index: Path) -> int:
-    """Bytes of the files that the commit writes."""
-    return sum(
-        path.stat().st_size
-        for path in (*index.rglob("zarr.json"), index / "index.json")
-    )
 
 
 def test_an_earlier_snapshot_can_be_copied(index, tmp_path):
@@ -124,11 +99,8 @@ def test_a_killed_copy_leaves_no_stray_files(index, tmp_path):
         " storage_formats.format.directory import Directory; Directory.contents ="
         " lambda *_: os.kill(os.getpid(), signal.SIGKILL); copy_index(*sys.argv[1:])"
     )
-    killed = subprocess.run(
-        [sys.executable, "-c", script, index, tmp_path / "copy"],
-        env=environment(),
-        check=False,
-    )
+    command = [sys.executable, "-c", script, index, tmp_path / "copy"]
+    killed = subprocess.run(command, env=environment(), check=False)
     assert killed.returncode == -signal.SIGKILL
     copy_index(index, tmp_path / "copy")
     assert contents(tmp_path / "copy") == contents(index)
@@ -144,38 +116,24 @@ def test_a_table_cannot_name_other_files_than_data_files(index, tmp_path, path):
     files = read_shard_table(index, table)
     named = write_shard_table(Directory(index), [*files, (0, FileEntry(path, 5, 0))])
     replace(manifest, shard_tables=(named,)).write(Directory(index))
-    with pytest.raises(
-        CorruptIndexError,
-        match=f"'{re.escape(path)}' is not the path of a (data file|file inside)",
-    ):
+    with pytest.raises(CorruptIndexError, match=re.escape(path)):
         copy_index(index, tmp_path / "copy")
-
-
-def test_damage_is_not_copied(index, tmp_path):
-    path = index / "tokens/bf16/c.1.0.0"
-    data = bytearray(path.read_bytes())
-    data[40] ^= 1
-    path.write_bytes(bytes(data))
-    with pytest.raises(
-        CorruptIndexError, match=r"c\.1\.0\.0 is not the file that was committed"
-    ):
-        copy_index(index, tmp_path / "copy")
-    with pytest.raises(IncompleteIndexError):
-        verify_index(tmp_path / "copy")
 
 
 def test_what_cannot_be_copied_is_refused(index, tmp_path, run):
-    with pytest.raises(UsageError, match="there is no index"):
-        copy_index(tmp_path / "nothing", tmp_path / "copy")
-    with pytest.raises(UsageError, match="exists already"):
-        copy_index(index, index)
+    out = tmp_path / "copy"
+    for source, target, message in (
+        (tmp_path / "nothing", out, "there is no index"),
+        (index, index, "exists already"),
+        (index, "gcs://bucket/index", "cannot be at gcs://"),
+        (index, Path("s3://bucket/index"), "cannot be at s3:/"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            copy_index(source, target)
     err = run.refused("copy", index, "https://example.com/photos.edje")
-    assert (
-        "can only be read, and not verified, because a web server does not list files;"
-        " write to a URL that begins with s3://, gs:// or az://" in err
-    )
-    err = run.refused("copy", index, tmp_path / "copy", "--replace")
-    assert "--replace: only an index at a URL can be replaced" in err
+    assert "can only be read" in err
+    err = run.refused("copy", index, out, "--replace")
+    assert "--replace: only an index at a URL" in err
     with pytest.raises(UsageError) as refused:
-        copy_index(index, tmp_path / "copy", snapshot=9)
+        copy_index(index, out, snapshot=9)
     assert refused.value.parameter == "snapshot"

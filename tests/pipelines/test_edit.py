@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +34,7 @@ NOON = datetime.datetime(2026, 1, 31, 12, tzinfo=datetime.UTC)
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> Path:
+def index(tmp_path):
     root = tmp_path / "index"
     write_random_index(root, SPEC, failed=frozenset({5}), duplicates=frozenset({9}))
     return root
@@ -49,27 +48,6 @@ def column(root: Path, name: str) -> dict[int, object]:
 
 def passing(root: Path, where: str) -> list[int]:
     return np.flatnonzero(IndexRows(CommittedIndex.open(root)).passing(where)).tolist()
-
-
-def test_values_that_all_rows_share_are_read_filtered_and_edited(tmp_path):
-    rows = 6000
-    tags = [f"keyword {number}" for number in range(100)]
-    given = {
-        "uri": [f"report.pdf#page={page}" for page in range(rows)],
-        "tags": [tags] * rows,
-        "text": ["x" * 10_000] * rows,
-    }
-    with IndexWriter.create(
-        tmp_path / "index", block_shape=(1, 16), embed_dim=2, shard_size=2048
-    ) as writer:
-        ones = np.ones((rows, 1, 16), np.float32)
-        writer.append(ones, np.ones((rows, 2)), given)
-    root = tmp_path / "index"
-    set_columns(root, range(rows), {"licence": ["y" * 12_000] * rows})
-    assert problems_and_counts(root) == []
-    assert len(passing(root, "tags = 'keyword 7' and licence like 'y%'")) == rows
-    (last,) = read_rows(root, [rows - 1]).to_pylist()
-    assert (last["tags"], last["licence"]) == (tags, "y" * 12_000)
 
 
 def test_an_edit_that_changes_nothing_says_why(index):
@@ -92,7 +70,6 @@ def test_an_edit_that_changes_nothing_says_why(index):
     [
         (["Sea", "Hill"], "string", "c = 'Hill'"),
         ([["a dog", "a lake"], ["a hill"]], "list<string>", "c = 'a hill'"),
-        ([1, 2], "int64", "c > 1"),
         ([1.5, 2], "float64", "c >= 2.0"),
         ([True, False], "bool", "not c"),
         ([NOON, NOON.replace(hour=13)], "timestamp", "c > '2026-01-31T12:30'"),
@@ -102,17 +79,11 @@ def test_an_edit_that_changes_nothing_says_why(index):
 def test_a_new_column_is_read_filtered_and_undone(index, values, type_, where):
     before = all_files(index)
     result = set_columns(index, [3, 20], {"c": values})
-    assert (result.rows, result.values, result.columns, result.snapshot) == (
-        2,
-        2,
-        ("c",),
-        1,
-    )
+    assert (result.rows, result.values, result.snapshot) == (2, 2, 1)
     stored = [str(value) for value in values] if type_ == "string" else values
     assert column(index, "c") == dict(zip([3, 20], stored, strict=True))
-    assert [
-        (each.name, each.type, each.values) for each in Manifest.load(index).columns
-    ] == [("c", type_, 2)]
+    (described,) = Manifest.load(index).columns
+    assert (described.name, described.type, described.values) == ("c", type_, 2)
     assert passing(index, where) == [20]
     assert problems_and_counts(index) == []
     for path, data in before.items():
@@ -123,18 +94,15 @@ def test_a_new_column_is_read_filtered_and_undone(index, values, type_, where):
     assert problems_and_counts(index) == []
 
 
-def test_values_of_arrow_keep_their_type(index):
-    set_columns(index, [3, 20], {"c": pa.array([1, None])})
-    assert column(index, "c") == {3: 1}
-
-
 def test_later_edits_replace_and_remove_values(index):
     set_columns(index, [0, 1, 2], {"title": ["a", "b", "c"], "stars": [1]})
-    set_columns(index, [1, 2], pa.table({"title": ["B", None]}))
+    # values of Arrow keep their type
+    set_columns(index, [1, 2], pa.table({"title": ["B", None], "n": [1, None]}))
+    assert column(index, "n") == {1: 1}
     assert column(index, "title") == {0: "a", 1: "B"}
     assert column(index, "stars") == {0: 1, 1: 1, 2: 1}
     values = {each.name: each.values for each in Manifest.load(index).columns}
-    assert values == {"title": 2, "stars": 3}
+    assert values == {"n": 1, "title": 2, "stars": 3}
     again = set_columns(index, [1], {"title": ["B"]})
     assert (again.values, again.snapshot) == (0, 2)
     set_columns(index, [], {"stars": [5]}, where="title = 'B' or row_id = 30")
@@ -142,32 +110,31 @@ def test_later_edits_replace_and_remove_values(index):
     assert problems_and_counts(index) == []
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns", "message"),
-    [
-        ([0], {"uri": ["x"]}, "the index itself writes the column uri"),
-        ([0], {"edje_note": ["x"]}, "the index itself writes the column edje_note"),
-        ([0], {3: ["x"]}, "column name not allowed"),
-        ([0, 1], {"c": ["x"] * 3}, "3 values for 2 rows"),
-        ([], {"c": ["x"]}, "select at least one row"),
-        ([0], {}, "give at least one value"),
-        ([0], {"c": [float("nan")]}, "number not finite"),
-        ([0], {"c": [np.datetime64("10000-01-01")]}, "row 0 cannot be stored"),
-        ([0], {"c\n": ["x"]}, "column name not allowed"),
-        ([0], {"c": ["x" * 20_000]}, "more than 16,384 bytes"),
-        ([0], {"stars": [5.5]}, "stars has the type int64"),
-        ([0], {"title": "Sea"}, "title must be a sequence"),
-        ([0], {"stars": 5}, "stars must be a sequence"),
-        ([0], {"stars": ["five"]}, "stars has the type int64"),
-    ],
-)
-def test_what_cannot_be_set_changes_nothing(index, rows, columns, message):
+WRONG = [
+    ([0], {"uri": ["x"]}, "column uri"),
+    ([0], {"edje_note": ["x"]}, "column edje_note"),
+    ([0], {3: ["x"]}, "name not allowed"),
+    ([0], {"c\n": ["x"]}, "name not allowed"),
+    ([0, 1], {"c": ["x"] * 3}, "3 values for 2 rows"),
+    ([], {"c": ["x"]}, "at least one row"),
+    ([0], {}, "at least one value"),
+    ([0], {"c": [float("nan")]}, "not finite"),
+    ([0], {"c": [np.datetime64("10000-01-01")]}, "row 0"),
+    ([0], {"c": ["x" * 20_000]}, "16,384 bytes"),
+    ([0], {"stars": [5.5]}, "type int64"),
+    ([0], {"stars": ["five"]}, "type int64"),
+    ([0], {"title": "Sea"}, "must be a sequence"),
+    ([0], {"stars": 5}, "must be a sequence"),
+]
+
+
+def test_what_cannot_be_set_changes_nothing(index):
     set_columns(index, [7], {"stars": [4]})
-    before = (index / "index.json").read_bytes()
-    with pytest.raises(UsageError, match=message):
-        set_columns(index, rows, columns)
-    assert (index / "index.json").read_bytes() == before
-    assert not (index / "build/journal.json").exists()
+    before = all_files(index)
+    for rows, columns, message in WRONG:
+        with pytest.raises(UsageError, match=message):
+            set_columns(index, rows, columns)
+        assert all_files(index) == before
 
 
 def test_rows_that_do_not_exist_are_refused(index):
@@ -180,7 +147,7 @@ def test_rows_that_do_not_exist_are_refused(index):
 def test_many_edits_leave_one_file_of_a_size(index):
     expected = {}
     sizes = []
-    for number in range(60):
+    for number in range(30):
         row = 6 * number % 35
         title = f"title {number}"
         set_columns(index, [row], {"title": [title]})
@@ -190,8 +157,8 @@ def test_many_edits_leave_one_file_of_a_size(index):
         assert column(index, "title") == expected
     assert problems_and_counts(index) == []
     assert max(sizes[-10:]) < 1.5 * max(sizes[:10])
-    roll_back(index, 40)
-    assert column(index, "title")[12] == "title 37"
+    roll_back(index, 20)
+    assert column(index, "title")[9] == "title 19"
 
 
 def test_an_unset_value_is_that_of_the_sources(tmp_path):
@@ -204,7 +171,6 @@ def test_an_unset_value_is_that_of_the_sources(tmp_path):
     result = set_columns(root, [0, 1, 2], {"stars": [8]}, unset=["title"])
     assert (result.rows, result.values, result.columns) == (3, 6, ("stars", "title"))
     assert column(root, "title") == {0: "a", 1: "b"}
-    assert column(root, "stars") == dict.fromkeys(range(3), 8)
     result = set_columns(root, [], where="row_id < 2", unset=["stars", "when"])
     assert (result.values, column(root, "stars")) == (3, {0: 1, 1: 2, 2: 8})
     assert column(root, "when") == dict.fromkeys(range(3), NOON)
@@ -212,7 +178,7 @@ def test_an_unset_value_is_that_of_the_sources(tmp_path):
     again = set_columns(root, [0, 1], unset=["stars", "title"])
     assert (again.values, again.snapshot) == (0, result.snapshot)
     assert problems_and_counts(root) == []
-    with pytest.raises(UsageError, match=r"no column titel \(did you mean title\?\)"):
+    with pytest.raises(UsageError, match=r"did you mean title\?"):
         set_columns(root, [0], unset=["titel"])
 
 
@@ -222,60 +188,43 @@ def test_a_renamed_column_has_its_stored_name(tmp_path, run):
     vectors = np.ones((2, 2))
     write_arrays(root, blocks, vectors, {"status": ["a", "b"]})
     run.ok("edit", root, "--rows", 0, "--set", "source_status=x")
-    set_columns(root, [1], {"source_status": ["y"]})
-    assert column(root, "source_status") == {0: "x", 1: "y"}
-    with pytest.raises(UsageError, match="source_status has the type string"):
-        set_columns(root, [1], {"source_status": [["a list"]]})
+    assert column(root, "source_status") == {0: "x", 1: "b"}
     for rows in (
         {"source_status": ["c", "d"]},
         {"status": ["e", "f"]},
         # two columns of the rows stay two columns
         {"source_status": ["g", "h"], "status": ["i", "j"]},
-        {"source_status": ["k", "l"], "source_source_status": ["m", "n"]},
-        {"source_source_status": ["o", "p"], "source_status": ["q", "r"]},
+        {"source_source_status": ["k", "l"], "source_status": ["m", "n"]},
     ):
         with IndexWriter.open(root) as writer:
             writer.append(blocks, vectors, rows)
-    assert [*column(root, "source_status").values()] == [*"xycdefijklqr"]
-    assert [*column(root, "source_source_status").values()] == [*"ghmnop"]
+    assert [*column(root, "source_status").values()] == [*"xbcdefijmn"]
+    assert [*column(root, "source_source_status").values()] == [*"ghkl"]
     names = [each.name for each in Manifest.load(root).columns]
     assert names == ["source_source_status", "source_status"]
 
 
 def test_the_command_sets_texts_numbers_and_lists(index, run):
-    out = run.ok(
+    out = run.json(
         *("edit", index, "--rows", 3, "--rows", "row_id >= 35"),
-        *("--set", "title=The lake = big", "--set", "stars=4", "--json"),
+        *("--set", "title=The lake = big", "--set", "stars=4"),
     )
-    assert json.loads(out)["values"] == 6
+    assert out["values"] == 6
     assert column(index, "stars") == {3: 4, 35: 4, 36: 4}
     assert column(index, "title")[3] == "The lake = big"
     run.ok("edit", index, "--rows", 3, "--set", "c=a", "--set", "c=b")
     assert column(index, "c") == {3: ["a", "b"]}
-    out = run("edit", index, "--rows", 3, "--set", "stars=")[1]
-    assert "values       1\ncolumns      stars\n" in out
-    assert column(index, "stars") == {35: 4, 36: 4}
-    assert "values" not in run("edit", index, "--rows", 3, "--set", "stars=")[1]
+    for values in (1, 0):
+        edited = run.json("edit", index, "--rows", 3, "--set", "stars=")
+        assert edited["values"] == values
+        assert column(index, "stars") == {35: 4, 36: 4}
     edit_titles = ("edit", index, "--rows", 3, "--set", "titles=x")
     run.refused(*edit_titles)
-    out = run(*edit_titles, "--new-column")[1]
-    assert "new columns  titles\n" in out
-    out = run("edit", index, "--rows", 3, "--unset", "titles")[1]
-    assert "columns      titles\n" in out
-    assert column(index, "titles") == {}
-    assert "COLUMN=VALUE" in run.refused("edit", index, "--rows", 3, "--set", "title")
-
-
-def test_a_similar_name_is_offered(index, run):
-    set_columns(index, [3], {"licence": ["by"]})
-    for words in (
-        ("edit", index, "--rows", 3, "--set", "licnse=by"),
-        ("edit", index, "--rows", 3, "--unset", "licnse"),
-        ("delete", index, "--where", "licnse = 'by'"),
-    ):
-        assert "no column licnse (did you mean licence?)" in run.refused(*words)
+    assert "new columns  titles\n" in run.ok(*edit_titles, "--new-column")
     # a name that is not similar to that of a column
     run.ok("edit", index, "--rows", 3, "--set", "rating=4")
+    run.ok("edit", index, "--rows", 3, "--unset", "titles")
+    assert column(index, "titles") == {}
 
 
 def test_values_belong_to_rows_in_the_given_order(index):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import threading
 from collections import Counter
 from pathlib import Path
@@ -10,34 +10,10 @@ from pathlib import Path
 import pytest
 
 from edje_index.indexing.image_encoder import ImageEncoder
-from edje_index.indexing.shard_encoding import ShardTask
-from edje_index.inputs.input_lists import write_input_lists
-from edje_index.inputs.preparation import DecodeSettings
-from edje_index.inputs.refs import InputRef
 from pipelines import append_index
 from pipelines.cli.info import _shown, describe_index
-from pipelines.engines.base import run_inline
-from pipelines.jobs.build import ShardWorker
-from pipelines.jobs.plan import BuildSettings
-from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.places import Directory
 from tests.pipelines.conftest import run_build, stop_after_one_shard, write_photo
-
-SETTINGS = BuildSettings.choose(
-    None,
-    sources=(),
-    column=None,
-    dedupe=False,
-    precisions=("bf16",),
-    max_pixels=None,
-    batch_size=1,
-    threads=1,
-    device="cpu",
-    dtype=None,
-    frames=None,
-    shard_size=None,
-)
 
 
 def stored_files(root: Path) -> dict[str, bytes]:
@@ -52,7 +28,7 @@ def stored_files(root: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"helpers": 5},
+        {"helpers": 2},
         pytest.param(
             {"helpers": 2, "engine": "ray", "workers": 2}, marks=pytest.mark.slow
         ),
@@ -81,47 +57,25 @@ def test_an_index_names_the_processors_of_its_tokens(config, photos, monkeypatch
     assert _shown(describe_index(request.out))["encoded on"] == ["GPU 2", "another GPU"]
 
 
-@pytest.fixture
-def tasks(tmp_path):
-    """Four shards of six photos, which are encoded one by one."""
-    spec = IndexSpec(24, 6, (4, 16), 24)
-    root = tmp_path / "index"
-    refs = []
-    for name in range(24):
-        path = tmp_path / f"{name}.jpg"
-        write_photo(path, name)
-        refs.append(InputRef(str(path), bytes(path)))
-    Directory(root).input_lists.mkdir(parents=True)
-    write_input_lists(Directory(root), refs, spec.shard_size)
-    return [
-        ShardTask(str(root), shard, spec, "plan", 1, DecodeSettings())
-        for shard in range(4)
-    ]
-
-
-def run_on_two_threads(tasks, bundle, on_progress, should_stop=lambda: False):
-    receipts = run_inline(
-        functools.partial(ShardWorker, str(bundle), SETTINGS, "cpu", 0, at_once=2),
-        tasks,
-        on_progress=on_progress,
-        on_event=print,
-        should_stop=should_stop,
-        threads=2,
+def test_two_shards_are_encoded_at_once(config, tmp_path, monkeypatch):
+    """As on a GPU."""
+    alone = config(out=tmp_path / "alone")
+    run_build(alone)
+    monkeypatch.setattr(
+        "pipelines.jobs.build.choose_workers",
+        lambda _, __, execution: dataclasses.replace(execution, workers=2),
     )
-    assert sorted(receipt.shard for receipt in receipts) == [0, 1, 2, 3]
-
-
-def test_two_shards_are_encoded_at_once(tasks, tiny_bundle):
     both = threading.Barrier(2, timeout=60)
     calls = Counter()
 
     def should_stop():
-        thread = threading.get_ident()
+        thread = threading.current_thread()
         calls[thread] += 1
         # the first is before the task
-        if calls[thread] == 2:
+        if calls[thread] == 2 and thread is not threading.main_thread():
             both.wait()
         return False
 
-    run_on_two_threads(tasks, tiny_bundle, print, should_stop)
-    assert len(calls) == 2
+    run_build(config(), should_stop=should_stop)
+    assert len(calls) == 3
+    assert stored_files(config().out) == stored_files(alone.out)

@@ -10,34 +10,47 @@ import time
 import pytest
 
 from pipelines.engines import ray_engine
-from pipelines.engines.base import TaskFailedError, open_engine
+from pipelines.engines.base import (
+    TaskFailedError,
+    machine_gpus,
+    open_engine,
+)
 from storage_formats.errors import EdjeError
 from tests.pipelines.engine_tasks import Job, Report, broken_worker, run_jobs
 
 WORKERS = {"inline": 1, "threads": 2, "ray": 2}
 
 
+# of each worker; Ray does not look for the GPUs that it is told of
+GPUS = 1
+
+
 @pytest.fixture(scope="module")
 def local_ray():
     with ray_engine.connected_ray(
-        None, workers=WORKERS["ray"], cpus=1, gpus=0
+        None, workers=WORKERS["ray"], cpus=1, gpus=GPUS
     ) as cluster:
         yield cluster
 
 
-@pytest.fixture(params=["inline", "threads", "ray"])
-def engine(request, monkeypatch):
-    if request.param != "ray":
-        yield open_engine("inline", WORKERS[request.param])
-        return
-    # test_ray_engine.py tests how an engine starts and ends a Ray
-    cluster = request.getfixturevalue("local_ray")
+@pytest.fixture
+def on_ray(local_ray, monkeypatch):
+    """`run_on_ray` in a Ray that runs already. test_ray_engine.py tests how an engine
+    starts and ends a Ray.
+    """
     monkeypatch.setattr(
-        ray_engine, "connected_ray", lambda *_, **__: contextlib.nullcontext(cluster)
+        ray_engine, "connected_ray", lambda *_, **__: contextlib.nullcontext(local_ray)
     )
-    yield functools.partial(ray_engine.run_on_ray, workers=WORKERS["ray"])
+    yield functools.partial(ray_engine.run_on_ray, workers=WORKERS["ray"], gpus=GPUS)
     # errors of the run refer to its actors, which occupy the CPUs of the cluster
     gc.collect()
+
+
+@pytest.fixture(params=["inline", "threads", "ray"])
+def engine(request):
+    if request.param == "ray":
+        return request.getfixturevalue("on_ray")
+    return open_engine("inline", WORKERS[request.param])
 
 
 @pytest.fixture
@@ -118,3 +131,36 @@ def test_closing_the_results_ends_the_run(engine, tmp_path):
     next(results)
     results.close()
     assert len(list(tmp_path.glob("*"))) < 100
+
+
+def test_the_task_of_a_killed_worker_runs_again_and_one_that_always_kills_fails(
+    on_ray, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setattr(ray_engine, "ATTEMPTS", 2)
+    jobs = [Job(1, "die_once"), Job(2), Job(3, "die")]
+    results = run_jobs(functools.partial(on_ray, workers=1), tmp_path, jobs)
+    assert [next(results), next(results)] == [10, 20]
+    with pytest.raises(TaskFailedError, match=r"^2 worker processes died") as caught:
+        next(results)
+    assert caught.value.task == jobs[2]
+    assert [(tmp_path / name).read_text().count("attempt") for name in "123"] == [
+        2,
+        1,
+        2,
+    ]
+    assert capfd.readouterr() == ("", "")
+
+
+def count_gpus(*_):
+    return machine_gpus()
+
+
+def test_workers_share_the_gpus_of_this_machine(on_ray):
+    counts = on_ray(
+        lambda: count_gpus,
+        [0, 1],
+        on_progress=print,
+        on_event=print,
+        should_stop=lambda: False,
+    )
+    assert list(counts) == [2, 2]

@@ -5,7 +5,6 @@ commands take.
 from __future__ import annotations
 
 import decimal
-import json
 import shutil
 
 import ml_dtypes
@@ -44,19 +43,8 @@ def files(tmp_path_factory):
 
 def test_round_trip(run, files, tmp_path):
     out = tmp_path / "pages.edje"
-    options = [
-        "--precision",
-        "fp8",
-        "--precision",
-        "bf16",
-        "--encoder",
-        "mine-1",
-    ]
-    code, output, progress = run(
-        "import-arrays", *files, "--out", out, *options, "--json"
-    )
-    assert code == 0
-    result = json.loads(output)
+    precisions = ["--precision", "fp8", "--precision", "bf16"]
+    result = run.json("import-arrays", *files, "--out", out, *precisions)
     assert result.pop("seconds") > 0
     assert result == {
         "rows": ROWS,
@@ -67,7 +55,6 @@ def test_round_trip(run, files, tmp_path):
         "bytes_per_image": {"fp8": 68, "bf16": 128},
         "ann": "flat",
     }
-    assert "importing" in progress
     assert verify_index(out) == []
     assert same_bits(
         TokenStore.open(out).fetch(range(ROWS)),
@@ -77,61 +64,40 @@ def test_round_trip(run, files, tmp_path):
     assert table["uri"].to_pylist() == [f"page {row}" for row in range(ROWS)]
     assert table["width"].to_pylist() == list(range(ROWS))
     # the other columns are kept
-    assert table["note"].to_pylist() == ["x"] * ROWS
-    assert np.flatnonzero(
-        IndexRows(CommittedIndex.open(out)).passing("note = 'x' and width = 7")
-    ).tolist() == [7]
+    rows = IndexRows(CommittedIndex.open(out))
+    passing = rows.passing("note = 'x' and width = 7")
+    assert np.flatnonzero(passing).tolist() == [7]
 
 
-def test_other_commands_take_the_index(run, files, tmp_path, tiny_bundle):
+def test_other_commands_take_the_index(run, files, tmp_path):
     out = tmp_path / "pages.edje"
     run.ok("import-arrays", *files[:2], "--out", out, "--encoder", "mine-1")
     assert "mine-1" in run.ok("info", out)
-    assert run("verify", out)[:2] == (0, f"{out}: sound\n")
+    run.ok("verify", out)
     run.ok("quantize", out, "--to", "fp8")
-    assert len(TokenStore.open(out, "fp8")) == ROWS
     code, _, message = run("search", out, "a page about boats")
     assert code == 1
-    assert message.endswith("has no text tower: use edje_index.LateInteractionSearch\n")
-    message = run.refused(
-        "build", files[0].parent, "--out", out, "--model", tiny_bundle
-    )
-    assert message.count("\n") == 1
+    assert "has no text tower: use edje_index.LateInteractionSearch" in message
+    search = LateInteractionSearch.open(out)
     query = np.load(files[0])[7, :2]
-    assert (
-        LateInteractionSearch.open(out)
-        .search(query, k=1, embedding=np.load(files[1])[7])[0]
-        .row_id
-        == 7
-    )
     # of any length: the stored embeddings have length 1
     for scale in (0.01, 1, 1000):
-        hits = LateInteractionSearch.open(out).search(
-            query, k=1, pool=1, embedding=scale * np.load(files[1])[7]
-        )
-        assert hits[0].embedding_score == pytest.approx(1.0)
+        embedding = scale * np.load(files[1])[7]
+        (hit,) = search.search(query, k=1, pool=1, embedding=embedding)
+        assert hit.row_id == 7
+        assert hit.embedding_score == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "uint16", "raw"])
 def test_token_types(run, files, tmp_path, dtype):
-    blocks = np.asfortranarray(np.load(files[0])[:5]).astype(
-        np.float16 if dtype == "float16" else ml_dtypes.bfloat16
-    )
-    np.save(
-        tmp_path / "tokens.npy", blocks.view(np.uint16) if dtype == "uint16" else blocks
-    )
-    np.save(tmp_path / "embeddings.npy", np.load(files[1])[:5])
-    arguments = [
-        tmp_path / "tokens.npy",
-        tmp_path / "embeddings.npy",
-        "--out",
-        tmp_path / "out",
-    ]
-    run.ok("import-arrays", *arguments)
-    assert same_bits(
-        TokenStore.open(tmp_path / "out").fetch(range(5)),
-        blocks.astype(ml_dtypes.bfloat16),
-    )
+    number_type = np.float16 if dtype == "float16" else ml_dtypes.bfloat16
+    blocks = np.asfortranarray(np.load(files[0])[:5]).astype(number_type)
+    paths = [tmp_path / "tokens.npy", tmp_path / "embeddings.npy"]
+    np.save(paths[0], blocks.view(np.uint16) if dtype == "uint16" else blocks)
+    np.save(paths[1], np.load(files[1])[:5])
+    run.ok("import-arrays", *paths, "--out", tmp_path / "out")
+    stored = TokenStore.open(tmp_path / "out").fetch(range(5))
+    assert same_bits(stored, blocks.astype(ml_dtypes.bfloat16))
 
 
 def refused(run, tmp_path, *files):
@@ -150,11 +116,11 @@ def save_several(path):
 
 BAD_TOKENS = [
     (lambda tokens: tokens[:-1], f"has {ROWS - 1} rows"),
-    (lambda tokens: tokens[0], "must have 3 dimensions"),
-    (lambda tokens: tokens[:0], "is empty: its shape is [0, 4, 16]"),
+    (lambda tokens: tokens[0], "3 dimensions"),
+    (lambda tokens: tokens[:0], "[0, 4, 16]"),
     (
         lambda tokens: np.where(np.arange(ROWS)[:, None, None] == 9, np.nan, tokens),
-        "the block of row 9",
+        "row 9",
     ),
     (lambda tokens: np.array([{"an": "object"}], dtype=object), "as a .npy file"),
 ]
@@ -183,24 +149,20 @@ def test_rows_that_are_refused(run, files, tmp_path):
     bad = tmp_path / "rows.parquet"
     texts = ["a"] * ROWS
     for table, message in (
-        (pa.table({"url": texts}), "has no column 'uri', only url"),
-        (pa.table({"uri": ["a"]}), f"has 1 rows, but the arrays have {ROWS}"),
-        (pa.table([texts, texts], names=["uri"] * 2), "has several columns uri"),
+        (pa.table({"url": texts}), "no column 'uri'"),
+        (pa.table({"uri": ["a"]}), "has 1 rows"),
+        (pa.table([texts, texts], names=["uri"] * 2), "several columns uri"),
     ):
         pq.write_table(table, bad)
         assert message in refused(run, tmp_path, *files[:2], bad)
-    bad = tmp_path / "rows.csv"
-    bad.write_text("uri,note\na,b\n")
-    assert "; ROWS must be a Parquet file" in refused(run, tmp_path, *files[:2], bad)
-    missing = tmp_path / "none.parquet"
-    assert f"{missing} does not exist;" in refused(run, tmp_path, *files[:2], missing)
+    (tmp_path / "rows.csv").write_text("uri,note\na,b\n")
+    for name, message in (("rows.csv", "must be a Parquet"), ("none", "not exist")):
+        assert message in refused(run, tmp_path, *files[:2], tmp_path / name)
 
 
 def test_other_columns_are_kept_as_those_of_a_source(run, files, tmp_path):
     columns = {
-        "fixed": pa.array([["a", "b"]], pa.list_(pa.string(), 2)),
         "price": pa.array([decimal.Decimal("1.50")]),
-        "score": pa.array([1.5]),
         "data": pa.array([b"x"]),
         # names that the rows table uses or reserves
         "status": pa.array(["draft"]),
@@ -211,30 +173,27 @@ def test_other_columns_are_kept_as_those_of_a_source(run, files, tmp_path):
     first = pa.array([0] * ROWS)
     table = pa.table({name: each.take(first) for name, each in columns.items()})
     scores = [1.5] * (ROWS - 1) + [float("nan")]
-    table = table.set_column(2, "score", pa.array(scores))
+    table = table.append_column("score", pa.array(scores))
     table = table.append_column("uri", pa.array(map(str, range(ROWS))))
     pq.write_table(table, tmp_path / "rows.parquet")
     out = tmp_path / "out"
-    code, _, message = run(
-        "import-arrays", *files[:2], tmp_path / "rows.parquet", "--out", out
-    )
+    rows = tmp_path / "rows.parquet"
+    code, _, message = run("import-arrays", *files[:2], rows, "--out", out)
     assert code == 0
     assert "(binary column) 1, (number not finite) 1" in message
-    rows = read_rows(out, [0, ROWS - 1]).to_pylist()
-    names = [*columns, "source_source_status", "source_edje_note"]
-    assert {name: rows[0].get(name) for name in names} == {
-        "fixed": ["a", "b"],
+    first, last = read_rows(out, [0, ROWS - 1]).to_pylist()
+    expected = {
         "price": "1.50",
         "score": 1.5,
-        "data": None,
         "status": "indexed",
-        "edje_note": None,
         "uri_raw": b"x",
         "source_status": "draft",
         "source_source_status": "final",
         "source_edje_note": "x",
     }
-    assert rows[1]["score"] is None
+    assert first.items() >= expected.items()
+    assert {"data", "edje_note"}.isdisjoint(first)
+    assert last["score"] is None
 
 
 def test_a_stopped_import_leaves_nothing(files, tmp_path, monkeypatch):
@@ -257,25 +216,18 @@ def test_rows_are_appended_with_their_nearest_neighbours(run, files, tmp_path):
     first = run.json(*words)["first_row"]
     assert first == 3 * 1024
     assert verify_index(out) == []
-    for row in (7, first + 7):
-        (hit,) = LateInteractionSearch.open(out).search(
-            np.load(files[0])[7],
-            k=1,
-            embedding=np.load(files[1])[7],
-            where="note = 'x'" if row >= first else None,
-        )
-        assert (hit.row_id, hit.uri) == (row, "page 7" if row >= first else "7")
+    search = LateInteractionSearch.open(out)
+    tokens, embeddings = map(np.load, files[:2])
+    for row, where in ((7, None), (first + 7, "note = 'x'")):
+        hits = search.search(tokens[7], k=1, embedding=embeddings[7], where=where)
+        assert hits[0].row_id == row
     for options, message in (
-        (["--precision", "fp8"], "stores bf16, so rows with fp8 cannot be appended"),
-        (["--encoder", "mine-2"], "of the encoder 'mine-1', not 'mine-2'"),
+        (["--precision", "fp8"], "stores bf16"),
+        (["--encoder", "mine-2"], "'mine-1', not 'mine-2'"),
     ):
-        error = run.refused(*words, *options)
-        assert message in error
-    error = run.refused(*words[:-1])
-    assert "exists already; choose another directory or URL, or append" in error
-    assert error.endswith(" with --append\n")
+        assert message in run.refused(*words, *options)
+    assert run.refused(*words[:-1]).endswith(" with --append\n")
     assert run.json("info", out)["unused_ids"] == first - ROWS
-    error = run.refused(*words[:-2], tmp_path / "none", "--append")
-    assert error.count("\n") == 1
+    run.refused(*words[:-2], tmp_path / "none", "--append")
     run.ok("rollback", out, "0")
     assert len(read_rows(out)) == ROWS

@@ -4,16 +4,11 @@ from.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from edje_index import (
-    Client,
     CrossEncoder,
-    Hit,
     ModelBundle,
     TokenIndex,
     import_checkpoint,
@@ -22,19 +17,9 @@ from pipelines import build_index
 from tests.conftest import REPO
 from tests.edje_index.bundles.test_published_layouts import towers
 from tests.pipelines.conftest import write_photo
-from tests.pipelines.service.server import serving
 
 QUERY = "a red dog"
 ROWS = 5
-TOLERANCE = 1e-6
-# timm lacks the small tower, which the first module registers
-SERVE = """
-import sys
-import tests.edje_index.siglip_cases
-from pipelines.cli import main
-
-main(["serve", sys.argv[1], "--port", "0"])
-"""
 Ratings = list[tuple[int, float]]
 
 
@@ -52,29 +37,12 @@ def index(tmp_path_factory):
     return TokenIndex.open(root)
 
 
-def ratings(hits: list[Hit]) -> Ratings:
-    return [(hit.row_id, hit.relevance) for hit in hits]
-
-
-def rerank(index: TokenIndex, _: Path) -> Ratings:
-    return ratings(index.rerank(QUERY, range(ROWS)))
-
-
-def cross_encoder(index: TokenIndex, _: Path) -> Ratings:
+def cross_encoder(index: TokenIndex) -> Ratings:
     ranked = CrossEncoder(index).rank(QUERY, list(range(ROWS)))
     return [(each["corpus_id"], each["score"]) for each in ranked]
 
 
-def service(index: TokenIndex, folder: Path) -> Ratings:
-    arguments = [sys.executable, "-c", SERVE, str(index.root)]
-    with serving(folder, arguments) as running, Client(running.url) as client:
-        found = ratings(client.search(QUERY, ROWS))
-        reranked = client.rerank(QUERY, list(range(ROWS)))
-    assert dict(reranked) == pytest.approx(dict(found), abs=TOLERANCE)
-    return found
-
-
-def langchain(index: TokenIndex, _: Path) -> Ratings:
+def langchain(index: TokenIndex) -> Ratings:
     pytest.importorskip("langchain_core")
     from edje_index.integrations.langchain import EdjeReranker, EdjeRetriever
 
@@ -83,7 +51,7 @@ def langchain(index: TokenIndex, _: Path) -> Ratings:
     return [(each.metadata["row_id"], each.metadata["relevance"]) for each in again]
 
 
-def llama_index(index: TokenIndex, _: Path) -> Ratings:
+def llama_index(index: TokenIndex) -> Ratings:
     pytest.importorskip("llama_index.core")
     from edje_index.integrations.llama_index import EdjeReranker, EdjeRetriever
 
@@ -92,23 +60,13 @@ def llama_index(index: TokenIndex, _: Path) -> Ratings:
     return [(each.node.metadata["row_id"], each.score) for each in again]
 
 
-@pytest.mark.parametrize(
-    "rated",
-    [
-        rerank,
-        cross_encoder,
-        pytest.param(service, marks=pytest.mark.slow),
-        langchain,
-        llama_index,
-    ],
-    ids=lambda rated: rated.__name__,
-)
-def test_relevance_is_the_logistic_function_of_the_logit(index, tmp_path, rated):
+@pytest.mark.parametrize("rated", [cross_encoder, langchain, llama_index])
+def test_relevance_is_the_logistic_function_of_the_logit(index, rated):
     bundle = ModelBundle.load(index.model.info.path)
     tokens = torch.from_numpy(index.store.fetch(range(ROWS)).astype("float32"))
     logits = bundle.joint.score([QUERY] * ROWS, tokens)
     expected = dict(enumerate(torch.sigmoid(logits).tolist()))
-    result = rated(index, tmp_path)
-    assert dict(result) == pytest.approx(expected, abs=TOLERANCE)
+    result = rated(index)
+    assert dict(result) == pytest.approx(expected, abs=1e-6)
     relevances = [value for _, value in result]
     assert relevances == sorted(relevances, reverse=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ from storage_formats.format.shard_table import (
     write_shard_table,
 )
 from storage_formats.remote.objects import ObjectFolder
-from tests.conftest import ann_path, rows_path
+from tests.conftest import ann_path, rows_path, same_bits
 from tests.edje_index.search.indexes import build_photos
 from tests.pipelines.test_copy import check_equal, contents
 
@@ -118,39 +119,28 @@ def test_a_copy_loses_no_precision_and_no_nearest_neighbour_index(index, tmp_pat
     assert CommittedIndex.open(URL).manifest == CommittedIndex.open(index).manifest
 
 
-def test_one_writer_at_a_time(index, other, folder):
-    with begin_copy(CommittedIndex.open(index), URL):
-        with pytest.raises(
-            EdjeError, match=rf"process {os.getpid()} on .* is working on {URL}"
-        ):
-            copy_index(other, URL)
-        with pytest.raises(EdjeError, match="is working on"):
-            copy_index(index, URL)
-    assert CLAIM not in folder.list_sizes()
-    copy_index(index, URL)
-    assert CLAIM not in folder.list_sizes()
-
-
 def test_a_commit_never_takes_the_place_of_another(index, other, folder):
     with begin_copy(opened := CommittedIndex.open(index), URL) as begun:
+        for source in (index, other):
+            with pytest.raises(EdjeError, match=f"process {os.getpid()} on .*{URL}"):
+                copy_index(source, URL)
         put("index.json", (other / "index.json").read_bytes())
         with pytest.raises(EdjeError, match=f"another process has changed {URL}"):
             begun.commit(opened.manifest)
+    assert CLAIM not in folder.list_sizes()
     folder.delete(["index.json"])
     copy_index(index, URL)
     with begin_copy(opened := CommittedIndex.open(index), URL) as begun:
         folder.delete([CLAIM])
         delete_rows(index, rows=[2])
         copy_index(index, URL)
-        with pytest.raises(
-            EdjeError, match=r"another process took over .*claim\.json during this"
-        ):
+        with pytest.raises(EdjeError, match=r"another process took over .*claim"):
             begun.commit(opened.manifest)
     check_equal(index, URL)
 
 
 def test_damage_is_not_copied(index, tmp_path, folder):
-    put("index.json", b"noise")
+    put("index.json", b"[" * 100_000)
     with pytest.raises(CorruptIndexError, match=r"index\.json"):
         copy_index(index, URL)
     assert list(folder.list_sizes()) == ["index.json"]
@@ -159,18 +149,13 @@ def test_damage_is_not_copied(index, tmp_path, folder):
     key = rows_path(index).relative_to(index).as_posix()
     damaged = flipped((index / key).read_bytes(), 40)
     put(key, damaged, **folder.info(key).metadata)
-    with pytest.raises(
-        CorruptIndexError,
-        match=f"{key} is not the file that was committed .*verify the index",
-    ):
+    with pytest.raises(CorruptIndexError, match=f"{key} .*verify the index"):
         copy_index(URL, tmp_path / "stopped")
     folder.delete([key])
     assert copy_index(index, URL).copied_files == 1
     (index / key).write_bytes(damaged)
     folder.delete([key])
-    with pytest.raises(
-        CorruptIndexError, match=f"{key} is not the file that was committed"
-    ):
+    with pytest.raises(CorruptIndexError, match=key):
         copy_index(index, URL)
     assert key not in folder.list_sizes()
 
@@ -180,46 +165,39 @@ def test_readers_download_what_they_need(index, tmp_path):
     delete_rows(index, rows=[4])
     copy_index(index, URL)
     assert compact_index(URL, tmp_path / "dense").removed == 1
-    dense = CommittedIndex.open(tmp_path / "dense").manifest.snapshot.change
-    assert dense["name"] == "photos.edje"
-    opened = CommittedIndex.open(URL)
-    local = CommittedIndex.open(index)
     assert read_rows(URL) == read_rows(index)
     ids = TokenStore.open(URL).row_ids()
-    assert (TokenStore.open(URL).fetch(ids) == TokenStore.open(index).fetch(ids))[
-        0
-    ].all()
+    assert same_bits(TokenStore.open(URL).fetch(ids), TokenStore.open(index).fetch(ids))
     query = np.array([1, 0, 0, 0], np.float32)
-    found = [AnnIndex(each).nearest(query, 3)[0].tolist() for each in (opened, local)]
-    assert found[0] == found[1]
+    found, local = (
+        AnnIndex(CommittedIndex.open(each)).nearest(query, 3)[0].tolist()
+        for each in (URL, index)
+    )
+    assert found == local
     assert not list((tmp_path / "cache").rglob("tokens/*/c.*"))
 
 
 def test_hits_equal_those_of_the_local_index(tmp_path, run):
     root, _ = build_photos(tmp_path)
     copy_index(root, URL)
-    local = TokenIndex.open(root)
     there = TokenIndex.open(URL)
-    assert list(there.search("a dog", k=3)) == list(local.search("a dog", k=3))
-    first = local.search("a dog", k=1)[0].row_id
+    hits = TokenIndex.open(root).search("a dog", k=3)
+    assert list(there.search("a dog", k=3)) == list(hits)
+    first = hits[0].row_id
     delete_rows(root, rows=[first])
     copy_index(root, URL)
     assert there.search("a dog", k=1)[0].row_id == first
     assert there.refresh() == 1
     assert first not in [hit.row_id for hit in there.search("a dog", k=5)]
-    for command, key in ((("search", "a dog", "-k", 2), "hits"), (("info",), "counts")):
-        values = [run.json(command[0], each, *command[1:])[key] for each in (URL, root)]
-        assert values[0] == values[1]
+    counts = [run.json("info", each)["counts"] for each in (URL, root)]
+    assert counts[0] == counts[1]
 
 
 def test_a_reader_of_a_replaced_index_opens_it_again(index, other):
     copy_index(index, URL)
     reader = CommittedIndex.open(URL)
     copy_index(other, URL, replace=True)
-    with pytest.raises(
-        CorruptIndexError,
-        match=r"(is missing or too short|is not the file .*); open the index again",
-    ):
+    with pytest.raises(CorruptIndexError, match="open the index again"):
         read_index_rows(reader)
 
 
@@ -257,35 +235,35 @@ def test_damage_gives_the_same_problems_as_on_disk(local, tmp_path, run):
         str(paths[key].relative_to(local)) if key in paths else key: each
         for key, each in DAMAGES.items()
     }
+
+    def write(key, data):
+        (local / key).unlink(missing_ok=True)
+        ObjectFolder.open(URL).delete([key])
+        if data is not None:
+            (local / key).write_bytes(data)
+            put(key, data)
+
     for keys in ([], *([key] for key in damages), list(damages)):
+        before = {}
         for key in keys:
-            path = local / key
-            data = damages[key](path.read_bytes() if path.exists() else b"")
-            if data is None:
-                path.unlink()
-                ObjectFolder.open(URL).delete([key])
-            else:
-                path.write_bytes(data)
-                put(key, data)
+            path = sound / key
+            before[key] = path.read_bytes() if path.exists() else None
+            write(key, damages[key](before[key] or b""))
         found, expected = (
-            sorted(verify_index(each), key=repr) for each in (URL, local)
+            {
+                (each.path, each.code, each.message.replace(URL, str(local)))
+                for each in verify_index(root)
+            }
+            for root in (URL, local)
         )
-        assert [
-            (each.path, each.code, each.message.replace(URL, str(local)))
-            for each in found
-        ] == [(each.path, each.code, each.message) for each in expected]
-        assert {each.path for each in found} >= set(keys)
+        assert found == expected
+        assert {path for path, *_ in found} >= set(keys)
         assert bool(found) == bool(keys)
         for key in keys:
-            ObjectFolder.open(URL).delete([key])
-            (local / key).unlink(missing_ok=True)
-            if (sound / key).exists():
-                shutil.copy(sound / key, local / key)
-                put(key, (sound / key).read_bytes())
+            write(key, before[key])
     assert not list((tmp_path / "cache").glob("verify-*"))
-    code, out, error = run("verify", URL, "--json")
-    expected = {"index": URL, "sound": True, "problems": []}
-    assert (code, json.loads(out)) == (0, expected), error
+    shown = {"index": URL, "sound": True, "problems": []}
+    assert run.json("verify", URL) == shown
 
 
 @pytest.mark.parametrize(
@@ -303,6 +281,18 @@ def test_damaged_metadata_is_a_problem(local, pattern):
     assert not [each for each in problems if "cache" in each.message]
 
 
+def list_files(root: Path, lines: list, *ann: dict) -> None:
+    """Let the index at `URL` list other files."""
+    layout = Directory(root)
+    table = write_shard_table(layout, lines)
+    put(table.path, (root / table.path).read_bytes())
+    value = json.loads(layout.manifest.read_text())
+    value["shard_tables"] = [table.to_json()]
+    value["ann"]["files"].extend(ann)
+    value["crc32c"] = json_checksum(value)
+    put("index.json", json.dumps(value).encode())
+
+
 @pytest.mark.parametrize("lists", ["shard table", "ann"])
 @pytest.mark.parametrize("is_absolute", [True, False])
 def test_an_index_cannot_make_verify_touch_other_files(
@@ -313,44 +303,31 @@ def test_an_index_cannot_make_verify_touch_other_files(
     outside.parent.mkdir(exist_ok=True)
     outside.write_text("precious")
     entry = FileEntry(str(outside) if is_absolute else "../outside", 8, 0)
-    layout = Directory(local)
     lines = read_shard_table(local, Manifest.load(local).shard_tables[0])
-    value = json.loads(layout.manifest.read_text())
     if lists == "ann":
-        value["ann"]["files"].append(entry.to_json())
+        list_files(local, lines, entry.to_json())
     else:
-        table = write_shard_table(layout, [*lines, (1, entry)])
-        value["shard_tables"] = [table.to_json()]
-        put(table.path, (local / table.path).read_bytes())
-    value["crc32c"] = json_checksum(value)
-    put("index.json", json.dumps(value).encode())
+        list_files(local, [*lines, (1, entry)])
     (problem,) = verify_index(URL)
     assert problem.code == "manifest"
     assert outside.read_text() == "precious"
 
 
 def test_a_file_listed_for_another_shard_is_a_problem(local):
-    layout = Directory(local)
-    lines = read_shard_table(local, Manifest.load(local).shard_tables[0])
     path = "tokens/bf16/c.0.0.0"
+    lines = read_shard_table(local, Manifest.load(local).shard_tables[0])
     entry = next(entry for _, entry in lines if entry.path == path)
-    table = write_shard_table(layout, [*lines, (1, entry)])
-    value = json.loads(layout.manifest.read_text())
-    value["shard_tables"] = [table.to_json()]
-    value["crc32c"] = json_checksum(value)
-    put(table.path, (local / table.path).read_bytes())
-    put("index.json", json.dumps(value).encode())
-    assert [(each.path, each.code) for each in verify_index(URL)] == [
-        (path, "shard-table")
-    ]
+    list_files(local, [*lines, (1, entry)])
+    (problem,) = verify_index(URL)
+    assert (problem.path, problem.code) == (path, "shard-table")
 
 
 def test_what_cannot_be_verified_is_an_error(local, monkeypatch, run):
-    with pytest.raises(UsageError, match="there is no index at s3://bucket/nothing"):
-        verify_index("s3://bucket/nothing")
-    with pytest.raises(UsageError, match="copy the index to a directory"):
-        verify_index("https://example.invalid/photos.edje")
+    for url, message in (
+        ("s3://bucket/nothing", "there is no index at s3://bucket/nothing"),
+        ("https://example.invalid/photos.edje", "copy the index to a directory"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            verify_index(url)
     monkeypatch.setenv("EDJE_CACHE", "/proc/nowhere")
-    code, out, error = run("verify", URL, "--json")
-    assert (code, set(json.loads(out))) == (2, {"error", "exit_code"}), error
-    assert "cannot write to /proc/nowhere" in out
+    assert "cannot write to /proc/nowhere" in run.refused("verify", URL)

@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 import html
-import io
 import json
 import os
-import re
 import shutil
 import tarfile
-import zipfile
 from pathlib import Path
-from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
-from pyarrow import csv
 
 from edje_index.inputs.thumbnails import read_thumbnails
 from pipelines.progress.wording import printable
 from storage_formats import TokenStore, read_rows, verify_index
+from tests.pipelines.archives import with_utf8_flag, write_tar, write_zip
 from tests.pipelines.conftest import write_photo
 
 NAME = os.fsdecode(b"caf\xe9")
 FOLDER = os.fsdecode(b"\xff")
 
 
-def folder(photos: Path) -> str:
-    return NAME
-
-
 def archive(photos: Path) -> str:
     name = f"{NAME}.tar"
     with tarfile.open(name, "w") as tar:
-        for path in sorted(photos.glob("*.jpg"))[:3]:
-            tar.add(path, os.fsdecode(b"in\xe9/") + path.name)
+        tar.add(photos / "00.jpg", os.fsdecode(b"in\xe9/0.jpg"))
     return name
 
 
@@ -53,23 +43,30 @@ def one_file(photos: Path) -> str:
     return f"{NAME}/00.jpg"
 
 
-@pytest.mark.parametrize("source", [folder, archive, list_of_paths, pattern, one_file])
-def test_every_command_reads_and_writes_there(
-    tmp_path,
-    photos,
-    tiny_bundle,
-    monkeypatch,
-    run,
-    source,
-):
+@pytest.fixture
+def index(tmp_path, photos, monkeypatch):
+    """The name of an index in a directory with a name that is not UTF-8."""
     (tmp_path / FOLDER).mkdir()
     monkeypatch.chdir(tmp_path / FOLDER)
     shutil.copytree(photos, NAME)
-    index = f"{NAME}.edje"
+    return f"{NAME}.edje"
+
+
+@pytest.mark.parametrize("source", [archive, list_of_paths, pattern, one_file])
+def test_every_source_is_built_and_updated_there(
+    index, photos, tiny_bundle, run, source
+):
+    inline = ("--engine", "inline")
+    model = ("--model", tiny_bundle)
+    built = run.json("build", source(photos), "--out", index, *model, *inline)
+    updated = run.json("update", index, *inline)
+    assert updated["unchanged"] == built["indexed"] > 0
+
+
+def test_every_command_reads_and_writes_there(index, photos, tiny_bundle, run):
     inline = ("--engine", "inline", "--max-failed", "1")
-    built: tuple[Any, ...] = ("build", source(photos), "--out", index)
     for command in (
-        (*built, "--model", tiny_bundle, *inline),
+        ("build", NAME, "--out", index, "--model", tiny_bundle, *inline),
         ("info", index),
         ("update", index, "--engine", "inline"),
         ("append", index, photos / "06.jpg", "--engine", "inline"),
@@ -108,32 +105,20 @@ NAMES = {
 
 def write_archive(path: Path, photos: list[bytes], kind: str) -> None:
     """Write a photo and its caption under each of `NAMES`."""
-    blanks = ["x" * 7 + f"{number}" for number in range(len(NAMES))]
-    stored = [name.rjust(8, b"_") for name in NAMES.values()]
-    members = [
-        (f"{blank}{suffix}", data)
-        for blank, photo in zip(blanks, photos, strict=True)
-        for suffix, data in ((".jpg", photo), (".txt", b"a dog"))
-    ]
-    if kind.startswith("zip"):
-        with zipfile.ZipFile(path, "w") as archive:
-            for name, data in members:
-                archive.writestr(name, data)
-        content = path.read_bytes()
-        for blank, name in zip(blanks, stored, strict=True):
-            content = content.replace(blank.encode(), name)
-        if kind == "zip with flag":
-            for header in (rb"(PK\x03\x04...).", rb"(PK\x01\x02.....)."):
-                content = re.sub(header, b"\\1\x08", content, flags=re.DOTALL)
-        path.write_bytes(content)
+    members = {}
+    for name, photo in zip(NAMES.values(), photos, strict=True):
+        stem = os.fsdecode(name.rjust(8, b"_"))
+        members |= {f"{stem}.jpg": photo, f"{stem}.txt": b"a dog"}
+    if not kind.startswith("zip"):
+        write_tar(path, members, {"pax": 2, "ustar": 0}[kind])
         return
-    text = dict(zip(blanks, stored, strict=True))
-    formats = {"pax": 2, "gnu": 1, "ustar": 0}
-    with tarfile.open(path, "w", format=formats[kind]) as archive:
-        for name, data in members:
-            info = tarfile.TarInfo(os.fsdecode(text[name[:8]]) + name[8:])
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
+    # the library writes no other bytes than its own encoding
+    blanks = {name: f"{number:012}" for number, name in enumerate(members)}
+    write_zip(path, {blanks[name]: data for name, data in members.items()})
+    content = path.read_bytes()
+    for name, blank in blanks.items():
+        content = content.replace(blank.encode(), os.fsencode(name))
+    path.write_bytes(with_utf8_flag(content) if kind == "zip with flag" else content)
 
 
 def test_names_of_members_in_any_encoding_work_everywhere(
@@ -142,7 +127,7 @@ def test_names_of_members_in_any_encoding_work_everywhere(
     run,
 ):
     (tmp_path / "in").mkdir()
-    kinds = ["pax", "gnu", "ustar", "zip", "zip with flag"]
+    kinds = ["pax", "ustar", "zip", "zip with flag"]
     for number, kind in enumerate(kinds):
         photos = []
         for position in range(len(NAMES)):
@@ -151,31 +136,20 @@ def test_names_of_members_in_any_encoding_work_everywhere(
         name = f"{kind}.{'zip' if 'zip' in kind else 'tar'}"
         write_archive(tmp_path / "in" / name, photos, kind)
     root = tmp_path / "i.edje"
-    inline = ("--engine", "inline", "--json")
-    built = run(
-        "build", tmp_path / "in", "--out", root, "--model", tiny_bundle, *inline
-    )
+    build = ("build", tmp_path / "in", "--out", root, "--model", tiny_bundle)
+    inline = ("--engine", "inline")
     rows = len(kinds) * len(NAMES)
-    assert json.loads(built[1])["indexed"] == rows, built
-    updated = json.loads(run("update", root, *inline)[1])
-    assert [updated[key] for key in ("unchanged", "new", "changed", "edited")] == [
-        rows,
-        0,
-        0,
-        0,
-    ]
+    assert run.json(*build, *inline)["indexed"] == rows
+    updated = run.json("update", root, *inline)
+    assert (updated["unchanged"], updated["edited"]) == (rows, 0)
     table = read_rows(root, columns=["uri", "captions"])
     assert table["captions"].to_pylist() == [["a dog"]] * rows
     uris = table["uri"].to_pylist()
     assert len({*uris}) == rows
     assert [each.problem for each in read_thumbnails(root, range(rows))] == [""] * rows
-    # export
-    pq.write_table(table, tmp_path / "rows.parquet")
-    csv.write_csv(table.select(["uri"]), tmp_path / "rows.csv")
-    assert csv.read_csv(tmp_path / "rows.csv")["uri"].to_pylist() == uris
     page = tmp_path / "page.html"
-    out = run.ok("search", root, "a dog", "-k", rows, "--json", "--html", page)
-    assert sorted(hit["uri"] for hit in json.loads(out)["hits"]) == sorted(uris)
+    hits = run.json("search", root, "a dog", "-k", rows, "--html", page)["hits"]
+    assert {hit["uri"] for hit in hits} == {*uris}
     shown = html.unescape(page.read_text())
     assert all(printable(uri.rpartition("!")[2]) in shown for uri in uris)
     assert shown.count("data:image/jpeg") >= rows

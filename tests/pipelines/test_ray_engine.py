@@ -20,7 +20,6 @@ from pipelines.engines import ray_engine
 from pipelines.engines.base import (
     EngineUnavailableError,
     TaskFailedError,
-    machine_gpus,
 )
 from pipelines.engines.ray_engine import ATTEMPTS, RayCluster, run_on_ray
 from storage_formats.errors import EdjeError, UsageError
@@ -40,42 +39,6 @@ def nothing_left_behind():
     assert set(psutil.Process().children(recursive=True)) <= processes
     assert leftover_folders(os.getpid()) == []
     assert {name: os.environ.get(name) for name in SET_FOR_RAY} == variables
-
-
-def test_the_task_of_a_killed_worker_runs_again_and_one_that_always_kills_fails(
-    tmp_path, monkeypatch, capfd
-):
-    monkeypatch.setattr(ray_engine, "ATTEMPTS", 2)
-    jobs = [Job(1, "die_once"), Job(2), Job(3, "die")]
-    results = run_jobs(functools.partial(run_on_ray, workers=1), tmp_path, jobs)
-    assert [next(results), next(results)] == [10, 20]
-    with pytest.raises(TaskFailedError, match=r"^2 worker processes died") as caught:
-        next(results)
-    assert caught.value.task == jobs[2]
-    assert [(tmp_path / name).read_text().count("attempt") for name in "123"] == [
-        2,
-        1,
-        2,
-    ]
-    assert capfd.readouterr() == ("", "")
-
-
-def count_gpus(*_):
-    return machine_gpus()
-
-
-def test_workers_share_the_gpus_of_this_machine():
-    """Ray does not look for the GPUs that it is told of."""
-    results = run_on_ray(
-        lambda: count_gpus,
-        [0, 1],
-        on_progress=print,
-        on_event=print,
-        should_stop=lambda: False,
-        workers=5,
-        gpus=0.5,
-    )
-    assert list(results) == [3, 3]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -74,12 +73,10 @@ def test_bad_json_lines_are_inputs_that_failed(tmp_path):
         b'{"path": "a\\u0000b"}',
         b'{"path": "\\ud800"}',
         b"[" * 100_000,
-        b'{"path": ["a.jpg"]}',
         b"\xff",
     ]
-    path.write_bytes(
-        b"\xef\xbb\xbf" + b"\r\n".join([good[0], b"", *bad, b"  ", good[1]])
-    )
+    lines = [good[0], b"", *bad, b"  ", good[1]]
+    path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(lines))
     refs = scan(path)
     assert [ref.problem for ref in refs] == [None, *["bad-list-line"] * len(bad), None]
     assert refs[1].uri == f"{path}#3"
@@ -117,15 +114,8 @@ def test_a_quotation_mark_in_a_table_with_tabs_hides_no_row(tmp_path):
         'path\tcaption\na.jpg\t"hello\nb.jpg\t2" wide\nc.jpg\t"a'
         ' ""big""\tdog"\r\nd.jpg\t"\n'
     )
-    captions = {
-        "a.jpg": '"hello',
-        "b.jpg": '2" wide',
-        "c.jpg": 'a "big"\tdog',
-        "d.jpg": '"',
-    }
-    assert {
-        Path(ref.uri).name: ref.metadata["caption"] for ref in scan(path)
-    } == captions
+    captions = [ref.metadata["caption"] for ref in scan(path)]
+    assert captions == ['"hello', '2" wide', 'a "big"\tdog', '"']
 
 
 @pytest.mark.parametrize(
@@ -134,12 +124,7 @@ def test_a_quotation_mark_in_a_table_with_tabs_hides_no_row(tmp_path):
 def test_quoted_text_without_an_end_hides_no_row(tmp_path, rest):
     path = tmp_path / "list.csv"
     path.write_text('path,caption\na.jpg,"two\nlines"\nb.jpg,"hello\n' + rest)
-    with pytest.raises(
-        UsageError,
-        match=(
-            r"quoted text that begins in line 4 of .*list.csv has no end or is too long"
-        ),
-    ):
+    with pytest.raises(UsageError, match=r"line 4 of .*list.csv has no end"):
         scan(path)
 
 
@@ -147,38 +132,31 @@ def test_lines_name_files(tmp_path, monkeypatch):
     for name in (b"a.jpg", b"b c.jpg", b"\xff.jpg"):
         (tmp_path / os.fsdecode(name)).write_bytes(name)
     path = tmp_path / "list.txt"
-    long = b"x" * 70_000
     path.write_bytes(
         b"\xef\xbb\xbfa.jpg\r\n\n  \nb c.jpg\n\xff.jpg\ngone.jpg\n"
-        + long
+        + b"x" * 70_000
         + b"\na\0b\na.jpg"
     )
     refs = scan(path)
-    assert [ref.problem for ref in refs] == [
-        None,
-        None,
-        None,
-        "missing",
-        "unreadable",
-        "bad-list-line",
-        None,
-    ]
+    problems = ["missing", "unreadable", "bad-list-line"]
+    assert [ref.problem for ref in refs] == [None, None, None, *problems, None]
     assert [read_bytes(ref) for ref in refs[:3]] == [b"a.jpg", b"b c.jpg", b"\xff.jpg"]
     assert refs[5].uri == f"{path}#8"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
     (source,) = open_sources(["-"])
-    assert [ref.path for ref in source.iter_inputs()][:4] == [
-        ref.path for ref in refs[:4]
-    ]
+    paths = [ref.path for ref in source.iter_inputs()]
+    assert paths[:4] == [ref.path for ref in refs[:4]]
     with pytest.raises(UsageError, match="standard input has been read already"):
         list(source.iter_inputs())
 
 
 def test_caption_files(tmp_path):
-    def captions_in(content: Any) -> list[InputRef]:
-        (tmp_path / "captions.json").write_text(json.dumps(content))
-        return scan(tmp_path / "captions.json")
+    path = tmp_path / "captions.json"
+
+    def captions_in(content):
+        path.write_text(json.dumps(content))
+        return scan(path)
 
     (tmp_path / "a.jpg").write_bytes(b"photo")
     images = [{"id": 7, "file_name": "a.jpg"}, {"id": 8, "file_name": "gone.jpg"}]
@@ -186,28 +164,16 @@ def test_caption_files(tmp_path):
         {"image_id": number, "caption": text}
         for number, text in [(8, "two"), (7, "one"), (8, "2")]
     ]
-    refs = captions_in({"images": images, "annotations": annotations})
-    assert [(ref.uri, ref.problem) for ref in refs] == [
-        (f"{tmp_path}/a.jpg", None),
-        (f"{tmp_path}/gone.jpg", "missing"),
-    ]
-    assert [ref.metadata for ref in refs] == [
-        {"captions": ["one"], "image_id": "7"},
-        {"captions": ["two", "2"], "image_id": "8"},
-    ]
-    lines = [{"image": "a.jpg", "caption": text} for text in ("one", "two")]
-    (ref,) = captions_in(lines)
-    assert ref.metadata == {"caption": ["one", "two"]}
-    for record in (
-        {"image": "https://host/a\tb.jpg", "caption": "x"},
-        {"image": "a\0b.jpg", "caption": "x"},
-        {"image": None, "caption": "x"},
-    ):
-        (ref,) = captions_in([record])
-        assert (ref.uri, ref.problem) == (
-            f"{tmp_path}/captions.json#1",
-            "bad-list-line",
-        )
+    first, second = captions_in({"images": images, "annotations": annotations})
+    assert (first.uri, first.problem) == (f"{tmp_path}/a.jpg", None)
+    assert (second.uri, second.problem) == (f"{tmp_path}/gone.jpg", "missing")
+    assert first.metadata == {"captions": ["one"], "image_id": "7"}
+    assert second.metadata == {"captions": ["two", "2"], "image_id": "8"}
+    (ref,) = captions_in([{"image": "a.jpg", "caption": text} for text in "ab"])
+    assert ref.metadata == {"caption": ["a", "b"]}
+    for image in ("https://host/a\tb.jpg", "a\0b.jpg", None):
+        (ref,) = captions_in([{"image": image, "caption": "x"}])
+        assert (ref.uri, ref.problem) == (f"{path}#1", "bad-list-line")
     for unusable in ({"a": 1}, [{"caption": "x"}]):
         with pytest.raises(UsageError, match=r"captions\.json"):
             captions_in(unusable)

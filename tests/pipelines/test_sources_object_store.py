@@ -4,24 +4,20 @@ responses are lost or short.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import obstore
 import pytest
 
-from edje_index.inputs.ranges import open_ranged
 from edje_index.inputs.refs import read_bytes
-from pipelines import update_index
 from pipelines.sources import open_sources
 from pipelines.sources.kinds import iter_all
-from storage_formats import TokenStore, UsageError
+from storage_formats import UsageError
 from storage_formats.remote import files as remote
 from storage_formats.remote import objects
-from storage_formats.remote.files import ChangedFileError
 from storage_formats.remote.objects import ObjectFolder
 from tests.object_store import every
-from tests.pipelines.conftest import run_build, write_photo
+from tests.pipelines.conftest import write_photo
 from tests.pipelines.test_build_packed import _pack
 
 # they start a server
@@ -103,40 +99,3 @@ def test_a_directory_and_a_pattern(uploaded):
     with pytest.raises(UsageError, match="a request for") as refused:
         open_sources(["s3://another-bucket/photos"])
     assert str(refused.value).count("check the URL") == 1
-
-
-def test_an_object_that_changes_between_requests_is_never_mixed(uploaded):
-    url = f"s3://{BUCKET}/packed/b.zip"
-    store = ObjectFolder.open(f"s3://{BUCKET}").store
-    data = (uploaded / "packed/b.zip").read_bytes()
-    for other in (bytes(len(data)), data[:10]):
-        obstore.put(store, "packed/b.zip", data)
-        with open_ranged(url.encode()) as file:
-            obstore.put(store, "packed/b.zip", other)
-            with pytest.raises(
-                ChangedFileError,
-                match=r"has changed while it was read: 's3://images/packed/b\.zip'",
-            ):
-                file.pread(10, len(data) - 10)
-
-
-def test_a_build_and_an_update(proxy, uploaded, config, tmp_path):
-    local = replace(
-        config(), sources=(f"{uploaded}/photos",), out=tmp_path / "local.edje"
-    )
-    remote = replace(
-        config(), sources=(f"s3://{BUCKET}/photos",), out=tmp_path / "remote.edje"
-    )
-    run_build(local, lambda event: None)
-    proxy.fault = every(5, "reset")
-    result = run_build(remote, lambda event: None)
-    assert (result.inputs, result.indexed, result.failed) == (11, 10, 1)
-    ids = [row for row in range(11) if row != 7]
-    assert (
-        TokenStore.open(remote.out).fetch(ids) == TokenStore.open(local.out).fetch(ids)
-    ).all()
-    write_photo(uploaded / "photos/new.jpg", 99)
-    (uploaded / "photos/00.jpg").unlink()
-    upload(uploaded)
-    changed = update_index(remote.out, engine="inline", on_event=lambda event: None)
-    assert (changed.new, changed.vanished, changed.unchanged) == (1, 1, 9)

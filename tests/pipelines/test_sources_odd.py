@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import struct
-import tarfile
 import unicodedata
 import zipfile
 from pathlib import Path
@@ -15,11 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from edje_index.captions.reading import read_captions
 from edje_index.images.decode import _FORMATS, decode_rgb
 from edje_index.inputs.column_types import BYTES, TEXT, column_kind
 from edje_index.inputs.names import IMAGE_SUFFIXES, join_sidecars
@@ -28,6 +24,8 @@ from pipelines.progress.events import ignore, never
 from pipelines.sources import Listing, open_sources
 from pipelines.sources.base import listed_input
 from tests.caption_files import read_counted
+from tests.edje_index.image_cases import tiff
+from tests.pipelines.archives import with_utf8_flag, write_tar, write_zip
 
 JPEG = b"\xff\xd8\xff"
 
@@ -36,22 +34,6 @@ def scan(path: Path | str) -> tuple[list[InputRef], dict[str, int]]:
     sources = open_sources([str(path)])
     listing = Listing(sources, ignore, never)
     return list(listing), listing.ignored
-
-
-def write_tar(path: Path, members: dict[str, bytes], suffix: str = "") -> Path:
-    with tarfile.open(path, f"w:{suffix}") as archive:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return path
-
-
-def write_zip(path: Path, members: dict[str, bytes]) -> Path:
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
-    return path
 
 
 def captions_of(path: Path) -> dict[str, object]:
@@ -78,25 +60,20 @@ FILES = [
 @given(names=st.lists(st.sampled_from(FILES), unique=True, min_size=1))
 def test_folders_tars_and_zips_give_the_same_captions(tmp_path_factory, names):
     """In whatever order an archive has its members."""
-    tmp_path = tmp_path_factory.mktemp("odd")
-    members = {
-        name: JPEG
-        if name[-4:] in (".jpg", ".PNG")
-        else json.dumps({"captions": [name]}).encode()
-        if name.endswith(".json")
-        else name.encode()
-        for name in names
-    }
     # a directory may have files whose suffixes differ by case only; which one is
     # read is the order of the names
-    if len({name.lower() for name in names}) < len(names):
-        return
-    for name, data in members.items():
+    assume(len({name.lower() for name in names}) == len(names))
+    tmp_path = tmp_path_factory.mktemp("odd")
+    members = {}
+    for name in names:
+        members[name] = JPEG if name[-4:] in (".jpg", ".PNG") else name.encode()
+        if name.endswith(".json"):
+            members[name] = json.dumps({"captions": [name]}).encode()
         (tmp_path / "d" / name).parent.mkdir(exist_ok=True, parents=True)
-        (tmp_path / "d" / name).write_bytes(data)
+        (tmp_path / "d" / name).write_bytes(members[name])
     in_folder = captions_of(tmp_path / "d")
     assert captions_of(write_tar(tmp_path / "a.tar", members)) == in_folder
-    assert captions_of(write_tar(tmp_path / "a.tgz", members, "gz")) == in_folder
+    assert captions_of(write_tar(tmp_path / "a.tgz", members)) == in_folder
     assert captions_of(write_zip(tmp_path / "a.zip", members)) == in_folder
     captioned = {name for name, texts in in_folder.items() if texts}
     if captioned:
@@ -130,20 +107,18 @@ def test_members_are_accounted_for(tmp_path):
         assert len(refs) + sum(ignored.values()) + 1 == len(members), ignored
 
 
-@pytest.mark.parametrize("blocks", [0, 1, 19, 20, 21, 2047, 2048, 5000])
+@pytest.mark.parametrize("blocks", [0, 1, 20, 2047, 2048, 5000])
 def test_an_archive_behind_padding_of_any_length_is_read(tmp_path, blocks):
     first = write_tar(tmp_path / "1.tar", {"a.jpg": JPEG}).read_bytes()
     second = write_tar(tmp_path / "2.tar", {"b.jpg": JPEG, "b.txt": b"b"}).read_bytes()
-    (tmp_path / "t.tar").write_bytes(first + bytes(512 * blocks) + second)
-    assert captions_of(tmp_path / "t.tar") == {"a.jpg": None, "b.jpg": ["b"]}
-    (tmp_path / "t.tar").write_bytes(first + bytes(512 * blocks) + b"x" * 512)
-    assert [ref.problem for ref in scan(tmp_path / "t.tar")[0]] == [
-        None,
-        "damaged-archive",
-    ]
+    path = tmp_path / "t.tar"
+    path.write_bytes(first + bytes(512 * blocks) + second)
+    assert captions_of(path) == {"a.jpg": None, "b.jpg": ["b"]}
+    path.write_bytes(first + bytes(512 * blocks) + b"x" * 512)
+    assert [ref.problem for ref in scan(path)[0]] == [None, "damaged-archive"]
 
 
-@pytest.mark.parametrize("comment", [0, 1, 19, 20, 41, 42, 600])
+@pytest.mark.parametrize("comment", [0, 19, 600])
 def test_a_zip_without_members_is_no_damage(tmp_path, comment):
     with zipfile.ZipFile(tmp_path / "e.zip", "w") as archive:
         archive.comment = b"x" * comment
@@ -170,11 +145,7 @@ def test_names_in_a_zip_of_any_system(tmp_path, stored, flag, name):
     write_zip(tmp_path / "z.zip", {f"{blank}.jpg": JPEG, f"{blank}.txt": b"caption"})
     data = (tmp_path / "z.zip").read_bytes().replace(blank.encode(), stored)
     if flag:
-        for mark, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
-            parts = data.split(mark)
-            at = offset - 4
-            parts[1:] = [part[:at] + b"\x00\x08" + part[at + 2 :] for part in parts[1:]]
-            data = mark.join(parts)
+        data = with_utf8_flag(data)
     (tmp_path / "z.zip").write_bytes(data)
     (ref,), ignored = scan(tmp_path / "z.zip")
     assert (ref.uri, ref.metadata) == (
@@ -187,21 +158,16 @@ def test_names_in_a_zip_of_any_system(tmp_path, stored, flag, name):
 
 def test_every_suffix_is_an_image_wherever_it_lies(tmp_path):
     Image.init()
-    known = {suffix for suffix, name in Image.EXTENSION.items() if name in _FORMATS} | {
-        ".heic",
-        ".heif",
-        ".jxl",
-    }
+    known = {suffix for suffix, name in Image.EXTENSION.items() if name in _FORMATS}
+    known |= {".heic", ".heif", ".jxl"}
     assert {os.fsencode(suffix) for suffix in known} <= IMAGE_SUFFIXES
-    members = {}
-    for number, suffix in enumerate(sorted(IMAGE_SUFFIXES)):
-        for each in (suffix.decode(), suffix.decode().upper()):
-            name = f"{number}{'u' * each.isupper()}"
-            members[f"{name}{each}"] = JPEG
-            members[f"{name}.txt"] = name.encode()
+    suffixes = [suffix.decode() for suffix in IMAGE_SUFFIXES]
+    suffixes += [suffix.upper() for suffix in suffixes]
+    members = {f"{number}{suffix}": JPEG for number, suffix in enumerate(suffixes)}
+    members |= {f"{number}.txt": b"text" for number in range(len(suffixes))}
     path = write_tar(tmp_path / "a.tar", members)
     items, blank = read_counted(path)
-    assert (len(items), blank) == (len(members) // 2, 0)
+    assert (len(items), blank) == (len(suffixes), 0)
     read = {item.path.removeprefix(f"{path}!"): list(item.captions) for item in items}
     assert read == captions_of(path)
 
@@ -222,33 +188,15 @@ def test_every_layout_has_the_kind_of_its_values():
         assert column_kind(each) == TEXT, each
     for each in [*BYTE_TYPES, pa.run_end_encoded(pa.int16(), pa.binary()), pa.uuid()]:
         assert column_kind(each) == BYTES, each
-    for each in (pa.int8(), pa.list_(pa.string()), pa.date32(), pa.null()):
+    for each in (pa.bool_(), pa.list_(pa.string()), pa.date32(), pa.null()):
         assert column_kind(each) is None, each
 
 
-@pytest.mark.parametrize("arrow_type", [*TEXT_TYPES, *BYTE_TYPES], ids=str)
-def test_a_list_of_paths_in_any_layout(tmp_path, arrow_type):
-    names = ["a.x", "b.x", "a.x"] if arrow_type != pa.binary(3) else ["a.x"]
-    is_text = column_kind(arrow_type) == TEXT
-    values = names if is_text else [name.encode() for name in names]
-    column = pa.array(values).cast(arrow_type)
-    pq.write_table(pa.table({"image_path": column}), tmp_path / "list.parquet")
-    refs, _ = scan(tmp_path / "list.parquet")
-    assert [ref.uri for ref in refs] == [f"{tmp_path}/{name}" for name in names]
-
-
-@pytest.mark.parametrize("in_struct", [False, True])
 @pytest.mark.parametrize("arrow_type", BYTE_TYPES, ids=str)
-def test_images_in_any_layout(tmp_path, arrow_type, in_struct):
+def test_images_in_any_layout(tmp_path, arrow_type):
     images = pa.array([JPEG, JPEG]).cast(arrow_type)
     other = pa.array([b"abc", b"def"]).cast(arrow_type)
     captions = pa.array([["one"], ["two", "three"]])
-    if in_struct:
-        try:
-            images = pa.StructArray.from_arrays([images], ["bytes"])
-            pq.write_table(pa.table({"image": images}), tmp_path / "probe.parquet")
-        except pa.ArrowNotImplementedError:
-            pytest.skip("Arrow does not write this layout in a struct")
     table = pa.table({"image": images, "thumb": other, "captions": captions})
     pq.write_table(table, tmp_path / "images.parquet")
     refs, ignored = scan(tmp_path / "images.parquet")
@@ -260,37 +208,13 @@ def test_images_in_any_layout(tmp_path, arrow_type, in_struct):
 
 
 @pytest.mark.parametrize(
-    "arrow_type",
-    [
-        pa.list_(pa.string()),
-        pa.large_list(pa.large_string()),
-        pa.list_(pa.string(), 2),
-        pa.list_view(pa.string_view()),
-    ],
-    ids=str,
-)
-def test_lists_of_captions_in_any_layout(tmp_path, arrow_type):
-    try:
-        column = pa.array([["a", "b"]], arrow_type)
-        table = pa.table({"path": ["0.jpg"], "captions": column})
-        pq.write_table(table, tmp_path / "list.parquet")
-    except pa.ArrowNotImplementedError:
-        pytest.skip("Arrow does not write this layout")
-    (ref,), _ = scan(tmp_path / "list.parquet")
-    assert ref.metadata == {"captions": ["a", "b"]}
-    assert read_captions(tmp_path / "list.parquet")[0].captions == ("a", "b")
-
-
-@pytest.mark.parametrize(
     ("value", "expected", "counted"),
     [
         ("NaN", None, 1),
-        ("Infinity", None, 1),
         ("-Infinity", None, 1),
         ('["a", NaN]', ["a"], 1),
         ('["a", null]', ["a"], 0),
-        ("[1, NaN]", "[1, null]", 1),
-        ('{"a": {"b": NaN}}', '{"a": {"b": null}}', 1),
+        ('{"a": {"b": [1, NaN]}}', '{"a": {"b": [1, null]}}', 1),
         ("1e999", None, 1),
         ("1.5", 1.5, 0),
     ],
@@ -305,39 +229,25 @@ def test_numbers_that_are_not_finite_are_missing(tmp_path, value, expected, coun
         assert ignored.get("(number not finite)", 0) == counted
 
 
-def test_columns_of_floats_with_nan(tmp_path):
-    scores = pa.array([0.5, float("nan"), float("inf")], pa.float32())
-    table = pa.table({"path": ["0.jpg"] * 3, "score": scores})
-    pq.write_table(table, tmp_path / "list.parquet")
-    refs, ignored = scan(tmp_path / "list.parquet")
-    assert [ref.metadata for ref in refs] == [{"score": 0.5}, None, None]
-    assert ignored == {"(number not finite)": 2}
-
-
-def latin_1_parquet(path: Path, arrow_type: pa.DataType) -> None:
-    table = pa.table({"path": ["0", "1"], "captions": [b"caf\xe9", b"dogs"]})
-    buffers = table["captions"].chunk(0).buffers()
-    plain = pa.Array.from_buffers(pa.string(), 2, buffers)
-    column = plain.dictionary_encode() if pa.types.is_dictionary(arrow_type) else plain
-    pq.write_table(table.set_column(1, "captions", column), path)
-
-
 @pytest.mark.parametrize(
     "name", ["l.csv", "l.tsv", "l.jsonl", "l.parquet", "d.parquet"]
 )
 def test_texts_that_are_not_unicode_are_left_out_and_counted(tmp_path, name):
     path = tmp_path / name
-    if name.endswith("parquet"):
-        kind = pa.dictionary(pa.int32(), pa.string()) if name[0] == "d" else pa.string()
-        latin_1_parquet(path, kind)
-    elif name == "l.jsonl":
-        path.write_bytes(
-            b'{"path": "0", "captions": "caf\xe9"}\n{"path": "1", "captions": "dogs"}\n'
-        )
+    lines = {
+        "l.csv": b"path,captions\n0,caf\xe9\n1,dogs\n",
+        "l.tsv": b"path\tcaptions\n0\tcaf\xe9\n1\tdogs\n",
+        "l.jsonl": b'{"path": "0", "captions": "caf\xe9"}\n'
+        b'{"path": "1", "captions": "dogs"}\n',
+    }
+    if name in lines:
+        path.write_bytes(lines[name])
     else:
-        comma = b"," if name == "l.csv" else b"\t"
-        lines = [(b"path", b"captions"), (b"0", b"caf\xe9"), (b"1", b"dogs")]
-        path.write_bytes(b"".join(comma.join(line) + b"\n" for line in lines))
+        buffers = pa.array([b"caf\xe9", b"dogs"]).buffers()
+        column = pa.Array.from_buffers(pa.string(), 2, buffers)
+        if name == "d.parquet":
+            column = column.dictionary_encode()
+        pq.write_table(pa.table({"path": ["0", "1"], "captions": column}), path)
     refs, ignored = scan(path)
     assert [ref.metadata for ref in refs] == [None, {"captions": "dogs"}]
     assert ignored == {"(unreadable metadata)": 1}
@@ -351,10 +261,8 @@ def test_texts_that_are_not_unicode_are_left_out_and_counted(tmp_path, name):
         ("http://h/é.jpg", True),
         ("http://h/a|b?c=d e#f", True),
         ("http://h/a\u3000b.jpg", True),
-        ("http://h/a\u00a0b.jpg", True),
         ("s3://bucket/a b.jpg", True),
         ("http://h h/a.jpg", False),
-        ("http://h/a\tb.jpg", False),
         ("http://h/a\nb.jpg", False),
         ("http://h/\x00.jpg", False),
         ("http://h/\ud800.jpg", False),
@@ -366,60 +274,36 @@ def test_web_addresses(url, is_input):
     assert (ref.uri if ref else None) == (url.strip() if is_input else None)
 
 
-NAMES = ["café.jpg", "Ångström.jpg", "が.jpg", "한.jpg"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("stored", ["NFC", "NFD"])
-@pytest.mark.parametrize("listed", ["NFC", "NFD"])
-def test_both_unicode_forms_of_a_name(tmp_path, name, stored, listed):
-    path = tmp_path / unicodedata.normalize(stored, f"d/{name}")
-    path.parent.mkdir()
-    path.write_bytes(JPEG)
-    given = unicodedata.normalize(listed, name)
+@pytest.mark.parametrize("name", ["café.jpg", "한.jpg"])
+@pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")])
+def test_both_unicode_forms_of_a_name(tmp_path, name, forms):
+    stored, other = (tmp_path / unicodedata.normalize(form, name) for form in forms)
+    stored.write_bytes(b"stored")
     # the name of the disk is the address
-    ref = listed_input(given, os.fsencode(path.parent))
-    assert (ref.problem, ref.path) == (None, os.fsencode(path))
-
-
-def test_the_exact_form_of_a_name_wins(tmp_path):
-    paths = [tmp_path / unicodedata.normalize(form, "é.jpg") for form in ("NFC", "NFD")]
-    for path in paths:
-        path.write_bytes(os.fsencode(path.name))
-    for path in paths:
-        ref = listed_input(path.name, os.fsencode(tmp_path))
-        assert read_bytes(ref) == os.fsencode(path.name)
-
-
-def tiff(samples: np.ndarray, signed: int, photometric: int = 1) -> bytes:
-    """A TIFF of one strip; `signed` is the tag SampleFormat."""
-    data = samples.astype(samples.dtype.newbyteorder("<")).tobytes()
-    height, width = samples.shape
-    bits = 8 * samples.dtype.itemsize
-    tags = [(256, width), (257, height), (258, bits), (259, 1), (262, photometric)]
-    tags += [(273, 0), (277, 1), (278, height), (279, len(data)), (339, signed)]
-    start = 8 + 2 + 12 * len(tags) + 4
-    fields = b"".join(
-        struct.pack("<HHII", tag, 4, 1, start if tag == 273 else value)
-        for tag, value in tags
-    )
-    head = b"II*\0" + struct.pack("<IH", 8, len(tags))
-    return head + fields + bytes(4) + data
+    ref = listed_input(other.name, os.fsencode(tmp_path))
+    assert (ref.problem, ref.path) == (None, os.fsencode(stored))
+    # the exact form wins
+    other.write_bytes(b"other")
+    assert read_bytes(listed_input(other.name, os.fsencode(tmp_path))) == b"other"
 
 
 @pytest.mark.parametrize("dtype", ["u1", "i1", "u2", "i2", "u4", "i4", "f4"])
-@pytest.mark.parametrize("low", [0, 1 / 3, 1 / 2])
+@pytest.mark.parametrize("low", [0, 1 / 2])
 def test_brighter_samples_give_brighter_pixels(dtype, low):
     """In every TIFF of one channel, over a whole or a half of the range of its type."""
     kind = np.dtype(dtype)
-    limits = np.finfo(kind) if kind.kind == "f" else np.iinfo(kind)
-    bottom, top = (-1.0, 1.0) if kind.kind == "f" else (limits.min, limits.max)
+    if kind.kind == "f":
+        bottom, top = -1.0, 1.0
+    else:
+        bottom, top = np.iinfo(kind).min, np.iinfo(kind).max
     ramp = np.linspace(bottom + low * (float(top) - bottom), float(top), 200)
-    samples = np.tile(ramp.clip(bottom, top).astype(np.float64), (4, 1))
     if kind.kind != "f":
-        samples = np.minimum(samples, float(np.nextafter(top, 0)))
-    signed = {"u": 1, "i": 2, "f": 3}[kind.kind]
-    grey = np.asarray(decode_rgb(tiff(samples.astype(kind), signed)))[0, :, 0]
+        ramp = np.minimum(ramp, float(np.nextafter(top, 0)))
+    samples = np.tile(ramp, (4, 1)).astype(kind.newbyteorder("<"))
+    sign = {"u": 1, "i": 2, "f": 3}[kind.kind]
+    tags = {258: (3, 1, 8 * kind.itemsize), 262: (3, 1, 1), 339: (3, 1, sign)}
+    image = decode_rgb(tiff(200, 4, tags, samples.tobytes()))
+    grey = np.asarray(image)[0, :, 0]
     steps = np.diff(grey.astype(int))
     assert (steps >= 0).all()
     # signed samples of 16 bits without a negative one come out dark

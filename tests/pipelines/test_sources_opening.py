@@ -47,13 +47,7 @@ def test_kinds(photos):
 
 def test_unknown_kinds_are_refused_with_what_is_accepted(photos):
     (photos / "notes.md").write_text("x")
-    for name in (
-        "notes.md",
-        "missing",
-        "missing.tar",
-        "missing.csv",
-        "missing-{00..03}.tar",
-    ):
+    for name in ("notes.md", "missing", "missing.tar", "missing-{00..03}.tar"):
         assert name.partition("{")[0] in refused(photos / name)
     assert "a directory, an archive (.tar," in refused(photos / "notes.md")
     assert "not a local path" in refused("ftp://host/photos")
@@ -92,19 +86,14 @@ def test_a_column_needs_a_list(photos):
     ("pattern", "names"),
     [
         ("plain.tar", ["plain.tar"]),
-        ("{0..2}", ["0", "1", "2"]),
         ("{08..11}.tar", ["08.tar", "09.tar", "10.tar", "11.tar"]),
-        ("{2..0}", ["2", "1", "0"]),
         ("{10..8}", ["10", "9", "8"]),
         ("{-1..1}", ["-1", "0", "1"]),
         ("{a,b}-{0..1}", ["a-0", "a-1", "b-0", "b-1"]),
         ("{a{1,2}}", ["{a1}", "{a2}"]),
         ("{{1,2}", ["{1", "{2"]),
         ("{a,b}}", ["a}", "b}"]),
-        ("{a}", ["{a}"]),
-        ("{a", ["{a"]),
-        ("{}", ["{}"]),
-        ("{a..c}", ["{a..c}"]),
+        *((literal, [literal]) for literal in ("{a}", "{a", "{}", "{a..c}")),
         ("{,x}", ["", "x"]),
     ],
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from edje_index.images.decode import REASONS, ImageError
 from edje_index.inputs.containers import PARQUET, Container, ParquetImages
 from edje_index.inputs.ranges import open_ranged
 from edje_index.inputs.refs import InputRef, read_bytes
-from pipelines.sources import open_source, open_sources
+from pipelines.sources import open_source
 from storage_formats.errors import UsageError
 
 PHOTOS = [
@@ -44,18 +45,13 @@ def values(path: Path, column: str | None = None) -> list[bytes | str]:
     return result
 
 
-@pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
 @pytest.mark.parametrize("dictionary", [True, False])
-def test_binary_columns(tmp_path, compression, dictionary):
-    columns = {
-        "key": [str(number) for number in range(10)],
-        "jpg": PHOTOS,
-        "width": list(range(10)),
-    }
+def test_binary_columns(tmp_path, dictionary):
+    numbers = list(range(10))
     path = write(
         tmp_path / "a.parquet",
-        columns,
-        compression=compression,
+        {"key": [*map(str, numbers)], "jpg": PHOTOS, "width": numbers},
+        compression="zstd" if dictionary else "none",
         use_dictionary=dictionary,
         row_group_size=3,
     )
@@ -67,22 +63,20 @@ def test_binary_columns(tmp_path, compression, dictionary):
 
 def test_struct_columns_with_bytes_or_paths(tmp_path):
     (tmp_path / "b.jpg").write_bytes(PHOTOS[1])
-    rows = [
-        {"bytes": PHOTOS[0], "path": "a.jpg"},
-        {"bytes": None, "path": "b.jpg"},
-        {"bytes": None, "path": "gone.jpg"},
-        {"bytes": PHOTOS[2], "path": None},
-        {"bytes": None, "path": None},
-        None,
+    pairs = [
+        (PHOTOS[0], "a.jpg"),
+        (None, "b.jpg"),
+        (None, "gone.jpg"),
+        (PHOTOS[2], None),
+        (None, None),
     ]
-    path = write(
-        tmp_path / "a.parquet",
-        {"image": pa.array(rows, STRUCT), "label": [1, 2, 3, 4, 5, 6]},
-    )
+    rows = [{"bytes": data, "path": name} for data, name in pairs]
+    columns = {"image": pa.array([*rows, None], STRUCT), "label": range(6)}
+    path = write(tmp_path / "a.parquet", columns)
     source = open_source(str(path))
     refs = list(source.iter_inputs())
     assert values(path) == [PHOTOS[0], PHOTOS[1], "missing", PHOTOS[2]]
-    assert [ref.metadata["label"] for ref in refs] == [1, 2, 3, 4]
+    assert [ref.metadata["label"] for ref in refs] == [0, 1, 2, 3]
     assert refs[0].metadata["image_path"] == "a.jpg"
     assert refs[1].uri == f"{tmp_path}/b.jpg"
     assert source.ignored == {"(row without an image)": 2}
@@ -90,22 +84,14 @@ def test_struct_columns_with_bytes_or_paths(tmp_path):
 
 def test_the_column_can_be_named(tmp_path):
     path = write(tmp_path / "a.parquet", {"left": PHOTOS, "right": PHOTOS[::-1]})
-    with pytest.raises(
-        UsageError, match="several columns of images \\(left, right\\); name the column"
-    ):
+    with pytest.raises(UsageError, match=r"images \(left, right\); name the column"):
         open_source(str(path))
-    assert values(path, "right") == PHOTOS[::-1]
+    assert values(path, "right") == values(tmp_path, "right") == PHOTOS[::-1]
     with pytest.raises(UsageError, match="no column middle"):
         open_source(str(path), "middle")
-    assert len(open_sources([str(path)], "left")) == 1
-    (folder,) = open_sources([str(tmp_path)], "right")
-    assert [ref.uri.rpartition("!")[2] for ref in folder.iter_inputs()] == [
-        f"right/{row}" for row in range(len(PHOTOS))
-    ]
     # the column of another source of the command
-    write(tmp_path / "a.parquet", {"photo": PHOTOS[:1]})
-    (folder,) = open_sources([str(tmp_path)], "path")
-    assert [ref.uri.rpartition("!")[2] for ref in folder.iter_inputs()] == ["photo/0"]
+    write(path, {"photo": PHOTOS[:1]})
+    assert values(tmp_path, "path") == PHOTOS[:1]
 
 
 def test_sounds_are_no_images_and_labels_have_names(tmp_path):
@@ -116,21 +102,18 @@ def test_sounds_are_no_images_and_labels_have_names(tmp_path):
         "label": label,
     }
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}
-    rows = pa.array([{"bytes": data, "path": None} for data in PHOTOS], STRUCT)
-    table = pa.table(
-        {"audio": rows, "image": rows, "label": [0, 1, -1, None, 1, 0, 0, 0, 0, 0]}
-    )
-    table = table.replace_schema_metadata(metadata)
-    pq.write_table(table, tmp_path / "a.parquet")
-    source = open_source(str(tmp_path / "a.parquet"))
-    assert source.table.column == "image"
-    assert source.ignored == {}
+    rows = pa.array([{"bytes": data, "path": None} for data in PHOTOS[:4]], STRUCT)
+    table = pa.table({"audio": rows, "image": rows, "label": [0, 1, -1, None]})
+    path = tmp_path / "a.parquet"
+    pq.write_table(table.replace_schema_metadata(metadata), path)
+    source = open_source(str(path))
+    assert (source.table.column, source.ignored) == ("image", {})
     labels = [(ref.metadata or {}).get("label") for ref in source.iter_inputs()]
-    assert labels == ["cat", "dog", None, None, "dog", *["cat"] * 5]
+    assert labels == ["cat", "dog", None, None]
     assert source.ignored == {"(binary column)": 1}
 
 
-@pytest.mark.parametrize("rows", [None, 0, 4])
+@pytest.mark.parametrize("rows", [None, 4])
 def test_a_file_that_was_replaced_by_a_shorter_one(tmp_path, rows):
     path = tmp_path / "a.parquet"
     schema = pa.schema({"jpg": pa.binary()})
@@ -138,9 +121,8 @@ def test_a_file_that_was_replaced_by_a_shorter_one(tmp_path, rows):
         if rows is not None:
             writer.write_table(pa.table({"jpg": PHOTOS[:rows]}, schema))
     container = Container(PARQUET, path.stat().st_size, "jpg")
-    ref = InputRef("a.parquet!jpg/4", bytes(path), container, 4)
     with pytest.raises(ImageError, match="changed-since-plan"):
-        read_bytes(ref)
+        read_bytes(InputRef("a.parquet!jpg/4", bytes(path), container, 4))
 
 
 def test_a_damaged_row_group_fails_its_rows_only(tmp_path):
@@ -155,31 +137,25 @@ def test_a_damaged_row_group_fails_its_rows_only(tmp_path):
     content = bytearray(path.read_bytes())
     content[column.data_page_offset : column.data_page_offset + 40] = bytes(40)
     path.write_bytes(content)
-    damaged = ["damaged-archive"] * 2
-    assert values(path) == [*PHOTOS[:2], *damaged, *PHOTOS[4:]]
+    assert values(path) == [*PHOTOS[:2], *["damaged-archive"] * 2, *PHOTOS[4:]]
     # no thread reads the damaged rows
     with open_ranged(bytes(path)) as file:
         images = ParquetImages(file, "jpg")
-        assert [images.read(row, 0) for row in (0, 9, 4)] == [
-            PHOTOS[row] for row in (0, 9, 4)
-        ]
+        for row in (0, 9, 4):
+            assert images.read(row, 0) == PHOTOS[row]
 
 
 def test_repeated_images_take_the_memory_of_one(tmp_path):
-    import tracemalloc
-
-    path = write(
-        tmp_path / "a.parquet", {"jpg": [b"\xff\xd8\xff" + bytes(1 << 18)] * 500}
-    )
+    photo = b"\xff\xd8\xff" + bytes(1 << 18)
+    path = write(tmp_path / "a.parquet", {"jpg": [photo] * 500})
     first, *_ = open_source(str(path)).iter_inputs()
     pool = pa.default_memory_pool()
     tracemalloc.start()
     before = pool.bytes_allocated()
-    assert len(read_bytes(first)) == (1 << 18) + 3
-    assert (
-        pool.bytes_allocated() - before + tracemalloc.get_traced_memory()[1] < 10 << 20
-    )
+    assert read_bytes(first) == photo
+    used = pool.bytes_allocated() - before + tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    assert used < 10 << 20
 
 
 @given(st.data())

@@ -20,7 +20,7 @@ from edje_index import Client, ServiceError, TokenIndex
 from edje_index.inputs.thumbnails import read_thumbnails
 from storage_formats import UsageError
 from storage_formats.reading.embeddings import read_embeddings
-from tests.pipelines.service.conftest import HOLE, ROWS
+from tests.pipelines.service.conftest import HOLE
 from tests.pipelines.service.server import resident_bytes
 
 # the tiny model's scores of two photos differ by some 4e-5
@@ -38,15 +38,28 @@ def client(service):
         yield client
 
 
+@pytest.fixture
+def post(http):
+    """The JSON answer to a request."""
+
+    def ask(path, **body):
+        return http.post(path, json=body).json()
+
+    return ask
+
+
 def photo(index, row: int) -> bytes:
     return (index.parent / "photos" / f"{row:02d}.jpg").read_bytes()
 
 
+def ids(hits):
+    """The rows of hits of the library or of the service."""
+    return [hit["row_id"] if isinstance(hit, dict) else hit.row_id for hit in hits]
+
+
 def same_hits(left, right) -> bool:
     """Whether the rows are the same and the scores agree to float32 rounding."""
-    return [hit.row_id for hit in left] == [
-        hit.row_id for hit in right
-    ] and np.allclose(
+    return ids(left) == ids(right) and np.allclose(
         [[hit.score, hit.embedding_score] for hit in left],
         [[hit.score, hit.embedding_score] for hit in right],
         atol=_CLOSE,
@@ -57,9 +70,7 @@ def test_search_gives_the_hits_of_the_library(client, library):
     hits = client.search("a red canoe", k=4, pool=8)
     expected = library.search("a red canoe", 4, 8)
     assert same_hits(hits, expected)
-    assert [asdict(hit).keys() for hit in hits] == [
-        asdict(hit).keys() for hit in expected
-    ]
+    assert asdict(hits[0]).keys() == asdict(expected[0]).keys()
     assert [hit.uri for hit in hits] == [hit.uri for hit in expected]
     assert same_hits(
         client.search("a red canoe", score="embedding"),
@@ -70,156 +81,104 @@ def test_search_gives_the_hits_of_the_library(client, library):
     assert not same_hits(client.search("a red canoe", 5), rough)
 
 
-def test_search_by_image_and_by_row(client, library, index, http):
-    assert same_hits(
-        client.search(photo(index, 7), k=3), library.search_image(photo(index, 7), 3)
-    )
-    answer = http.post("/search", json={"row_id": 7, "k": 3, "skip": 2}).json()
-    assert [hit["row_id"] for hit in answer["hits"]] == [
-        hit.row_id for hit in library.search_image(7, 5)
-    ][2:]
-    assert [hit["rank"] for hit in answer["hits"]] == [3, 4, 5]
-    assert {hit["relevance"] for hit in answer["hits"]} == {None}
-    refused = http.post("/search", json={"row_id": 7, "min_relevance": 0.5})
-    assert refused.status_code == 422
-    assert "min_relevance needs a query" in refused.text
+def test_search_by_image_and_by_row(client, library, index, post):
+    image = photo(index, 7)
+    assert same_hits(client.search(image, k=3), library.search_image(image, 3))
+    hits = post("/search", row_id=7, k=3, skip=2)["hits"]
+    assert ids(hits) == ids(library.search_image(7, 5))[2:]
+    assert [hit["rank"] for hit in hits] == [3, 4, 5]
+    assert {hit["relevance"] for hit in hits} == {None}
     both = library.search("a dog", 4, image=7)
-    expected = (
-        library.model.text.encode(["a dog"])[0]
-        + read_embeddings(library.committed, [7])[0]
-    )
-    cosines = (
-        read_embeddings(library.committed, [hit.row_id for hit in both])
-        @ expected
-        / np.linalg.norm(expected)
-    )
+    row = read_embeddings(library.committed, [7])[0]
+    expected = library.model.text.encode(["a dog"])[0] + row
+    embeddings = read_embeddings(library.committed, ids(both))
     np.testing.assert_allclose(
-        [hit.embedding_score for hit in both], cosines, atol=_CLOSE
+        [hit.embedding_score for hit in both],
+        embeddings @ expected / np.linalg.norm(expected),
+        atol=_CLOSE,
     )
-    answer = http.post("/search", json={"query": "a dog", "row_id": 7, "k": 4}).json()
-    assert [hit["row_id"] for hit in answer["hits"]] == [hit.row_id for hit in both]
+    assert ids(post("/search", query="a dog", row_id=7, k=4)["hits"]) == ids(both)
 
 
 TEXTS = ["a red canoe", "two dogs", "snow", "a man on a bicycle", "a red canoe"]
 
 
-def test_texts_for_an_image_and_for_a_row(client, library, index, http):
+def test_texts_for_an_image_and_for_a_row(client, library, index, post):
+    rough = library.with_precision("nvfp4")
     for image in (7, photo(index, 7)):
-        expected = library.with_precision("nvfp4").search_texts(
-            image, TEXTS, k=2, pool=2
-        )
+        expected = rough.search_texts(image, TEXTS, k=2, pool=2)
         hits = client.search_texts(image, TEXTS, k=2, pool=2, precision="nvfp4")
-        assert [(hit.position, hit.text) for hit in hits] == [
-            (hit.position, hit.text) for hit in expected
-        ]
-        assert np.allclose(
-            [hit.score for hit in hits], [hit.score for hit in expected], atol=_CLOSE
-        )
-    answer = http.post(
-        "/search/texts", json={"row_id": 7, "texts": TEXTS, "score": "embedding"}
-    ).json()
+        for hit, other in zip(hits, expected, strict=True):
+            assert (hit.position, hit.text) == (other.position, other.text)
+            assert hit.score == pytest.approx(other.score, abs=_CLOSE)
+    answer = post("/search/texts", row_id=7, texts=TEXTS, score="embedding")
     expected = library.search_texts(7, TEXTS, score="embedding")
-    assert [hit["position"] for hit in answer["hits"]] == [
-        hit.position for hit in expected
-    ]
+    positions = [hit["position"] for hit in answer["hits"]]
+    assert positions == [hit.position for hit in expected]
     assert answer["weights"] == {"embedding": 1.0}
 
 
-def test_a_search_with_a_filter(client, library, http):
+def test_a_search_with_a_filter(client, library, http, post):
     where = "row_id > 3 and uri like '%.jpg'"
     assert same_hits(
         client.search("a dog", 4, where=where), library.search("a dog", 4, where=where)
     )
-    by_row = http.post(
-        "/search", json={"row_id": 7, "k": 20, "pool": 20, "where": where}
-    ).json()["hits"]
-    assert {hit["row_id"] for hit in by_row} == {4, 6, 8, 9, 10, 11}
-    assert (
-        http.post("/search", json={"query": "a dog", "where": "width > 9999"}).json()[
-            "hits"
-        ]
-        == []
-    )
+    by_row = post("/search", row_id=7, k=20, pool=20, where=where)["hits"]
+    assert {*ids(by_row)} == {4, 6, 8, 9, 10, 11}
+    assert post("/search", query="a dog", where="width > 9999")["hits"] == []
     assert http.get("/info").json()["indexes"][0]["columns"]["width"] == "int32"
 
 
 def test_hits_bring_captions_or_the_chosen_columns(client, library):
     of_row = {3: ["a red canoe", "<b>two</b> dogs"]}
-    for hits in (
-        client.search("a dog", 11),
-        library.search("a dog", 11),
-        library.search_image(0, 11),
-    ):
-        assert [hit.columns for hit in hits] == [
-            {"captions": of_row.get(hit.row_id)} for hit in hits
-        ]
+    for hits in (client.search("a dog", 11), library.search_image(0, 11)):
+        for hit in hits:
+            assert hit.columns == {"captions": of_row.get(hit.row_id)}
     (hit,) = client.search("a dog", where="row_id = 3", columns=["author", "width"])
     assert hit.columns == {"author": "Ada", "width": 64}
-    with pytest.raises(
-        ServiceError, match="the rows have no column x; choose from: author"
-    ):
+    with pytest.raises(ServiceError, match="no column x; choose from: author"):
         client.search("a dog", columns=["x"])
 
 
 def test_hits_as_a_table(http, library):
     body = {"query": "a dog", "k": 11}
-    hits = http.post("/search", json=body).json()["hits"]
+    expected = library.search("a dog", 11)
     table = http.post("/search", json={**body, "format": "csv"})
     assert table.headers["content-type"] == "text/csv; charset=utf-8"
     rows = [*csv.DictReader(io.StringIO(table.content.decode("utf-8-sig")))]
-    assert [int(row["row_id"]) for row in rows] == [hit["row_id"] for hit in hits]
+    assert [int(row["row_id"]) for row in rows] == ids(expected)
     assert {row["captions"] for row in rows} == {"", "a red canoe; <b>two</b> dogs"}
     parquet = http.post("/search", json={**body, "format": "parquet"}).content
-    expected = library.search("a dog", 11).to_arrow()
-    assert pq.read_table(io.BytesIO(parquet)).column_names == expected.column_names
-    empty = {**body, "where": "width > 9999", "format": "csv"}
-    assert len(http.post("/search", json=empty).text.splitlines()) == 1
+    names = pq.read_table(io.BytesIO(parquet)).column_names
+    assert names == expected.to_arrow().column_names
 
 
-def test_search_returns_both_orders(http, library):
-    answer = http.post(
-        "/search", json={"query": "a dog", "k": 4, "pool": 9, "embedding_order": True}
-    ).json()
-    before = library.search("a dog", 4, score="embedding")
-    assert [hit["row_id"] for hit in answer["by_embedding"]] == [
-        hit.row_id for hit in before
-    ]
-    assert [hit["embedding_rank"] for hit in answer["by_embedding"]] == [1, 2, 3, 4]
-    assert [hit["row_id"] for hit in answer["hits"]] == [
-        hit.row_id for hit in library.search("a dog", 4, 9)
-    ]
-    assert [hit["rank"] for hit in answer["hits"]] == [1, 2, 3, 4]
-    few = http.post(
+def test_search_returns_both_orders(post, library):
+    def ranks(hits):
+        return [(hit["row_id"], hit["rank"], hit["embedding_rank"]) for hit in hits]
+
+    answer = post("/search", query="a dog", k=4, pool=9, embedding_order=True)
+    before = answer["by_embedding"]
+    assert ids(before) == ids(library.search("a dog", 4, score="embedding"))
+    assert [hit["embedding_rank"] for hit in before] == [1, 2, 3, 4]
+    hits = answer["hits"]
+    assert ids(hits) == ids(library.search("a dog", 4, 9))
+    assert [hit["rank"] for hit in hits] == [1, 2, 3, 4]
+    few = post(
         "/search",
-        json={
-            "query": "a dog",
-            "k": 9,
-            "pool": 9,
-            "embedding_order": True,
-            "min_relevance": answer["hits"][1]["relevance"],
-        },
-    ).json()
-    ranks = [
-        [(hit["row_id"], hit["rank"], hit["embedding_rank"]) for hit in hits]
-        for hits in (answer["hits"][:2], few["hits"], few["by_embedding"])
-    ]
-    assert ranks[1] == ranks[0], "hits that are left out have ranks"
-    assert ranks[2] == sorted(ranks[0], key=lambda hit: hit[2])
+        query="a dog",
+        k=9,
+        pool=9,
+        embedding_order=True,
+        min_relevance=hits[1]["relevance"],
+    )
+    # hits that are left out have ranks
+    assert ranks(few["hits"]) == ranks(hits[:2])
+    assert ranks(few["by_embedding"]) == sorted(ranks(hits[:2]), key=lambda hit: hit[2])
     assert answer["weights"] == {"logit": 1.0}
     stages = answer["timing"]["stages_ms"]
-    assert list(stages) == [
-        "text_tower",
-        "nearest",
-        "fetch",
-        "joint_encoder",
-        "hits",
-        "total",
-    ]
-    assert (
-        sum(stages.values()) - stages["total"]
-        <= stages["total"]
-        <= answer["timing"]["computed_ms"]
-    )
+    total = stages.pop("total")
+    assert 0 < sum(stages.values()) <= total <= answer["timing"]["computed_ms"]
 
 
 def test_a_long_list_of_wrong_items_costs_little(service, http):
@@ -235,61 +194,39 @@ def test_a_long_list_of_wrong_items_costs_little(service, http):
     assert resident_bytes(service.process.pid) - before < 150 << 20
 
 
-def test_the_dialects_of_tei_and_cohere(http, library):
-    rows = [3, 0, library.search("x", 1)[0].row_id]
-    texts = ["3", "0", library.search("x", 1)[0].uri]
+def test_the_dialects_of_tei_and_cohere(post, library):
+    best = library.search("x", 1)[0]
+    rows = [3, 0, best.row_id]
+    texts = ["3", "0", best.uri]
     expected = library.rerank("a dog", rows)
-    answer = http.post(
-        "/rerank", json={"query": "a dog", "texts": texts, "return_text": True}
-    ).json()
-    assert [rows[item["index"]] for item in answer] == [hit.row_id for hit in expected]
-    assert [item["score"] for item in answer] == pytest.approx(
-        [hit.relevance for hit in expected], abs=_CLOSE
-    )
-    raw = http.post(
-        "/rerank", json={"query": "a dog", "texts": texts, "raw_scores": True}
-    ).json()
-    assert [item["score"] for item in raw] == pytest.approx(
-        [hit.score for hit in expected], abs=_CLOSE
-    )
-    assert [item["text"] for item in answer] == [
-        texts[item["index"]] for item in answer
-    ]
-    body = {
-        "model": "any",
-        "query": "a dog",
-        "documents": texts,
-        "top_n": 2,
-        "return_documents": True,
-    }
-    without = http.post("/rerank", json={**body, "return_documents": None}).json()
+    answer = post("/rerank", query="a dog", texts=texts, return_text=True)
+    raw = post("/rerank", query="a dog", texts=texts, raw_scores=True)
+    for item, score, hit in zip(answer, raw, expected, strict=True):
+        assert rows[item["index"]] == hit.row_id
+        assert item["score"] == pytest.approx(hit.relevance, abs=_CLOSE)
+        assert score["score"] == pytest.approx(hit.score, abs=_CLOSE)
+        assert item["text"] == texts[item["index"]]
+    body = {"model": "any", "query": "a dog", "documents": texts, "top_n": 2}
+    without = post("/rerank", **body, return_documents=None)
     assert not any("document" in result for result in without["results"])
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-        results = http.post(path, json=body).json()["results"]
-        scores = [(result["index"], result["relevance_score"]) for result in results]
-        assert scores == [
-            (item["index"], pytest.approx(item["score"], abs=_CLOSE))
-            for item in answer[:2]
-        ]
-        assert [result["score"] for result in results] == [
-            pytest.approx(hit.score) for hit in expected[:2]
-        ]
-        assert [result["document"]["text"] for result in results] == [
-            item["text"] for item in answer[:2]
-        ]
+        results = post(path, **body, return_documents=True)["results"]
+        for result, item, hit in zip(results, answer, expected[:2], strict=False):
+            assert (result["index"], result["document"]["text"]) == (
+                item["index"],
+                item["text"],
+            )
+            assert result["relevance_score"] == pytest.approx(item["score"], abs=_CLOSE)
+            assert result["score"] == pytest.approx(hit.score)
+        assert len(results) == 2
 
 
 def test_rows_and_images_are_scored_together(client, library, index):
     expected = {hit.row_id: hit.relevance for hit in library.rerank("a dog", [3, 7, 9])}
-    scores = dict(
-        client.rerank(
-            "a dog", [3, photo(index, 7), str(index.parent / "photos" / "09.jpg")]
-        )
-    )
-    assert scores == {
-        position: pytest.approx(expected[row], abs=_CLOSE)
-        for position, row in enumerate((3, 7, 9))
-    }
+    path = str(index.parent / "photos" / "09.jpg")
+    scores = dict(client.rerank("a dog", [3, photo(index, 7), path]))
+    for position, row in enumerate((3, 7, 9)):
+        assert scores[position] == pytest.approx(expected[row], abs=_CLOSE)
     assert abs(expected[3] - expected[7]) > _CLOSE
 
 
@@ -298,14 +235,12 @@ def read_image_tokens(http) -> float:
     return float(re.search(r"^edje_image_tokens_total (\S+)$", text, re.MULTILINE)[1])
 
 
-def test_every_spelling_of_an_image(http, index, library):
+def test_every_spelling_of_an_image(http, post, index, library):
     data = base64.b64encode(photo(index, 7)).decode()
     uri = f"data:image/jpeg;base64,{data}"
     documents = [uri, {"image": data}, {"image": uri}, {"text": uri}]
     before = read_image_tokens(http)
-    results = http.post(
-        "/rerank", json={"query": "a dog", "documents": documents}
-    ).json()["results"]
+    results = post("/rerank", query="a dog", documents=documents)["results"]
     assert len(results) == len(documents)
     # An image costs as much as 16 pairs, and is in one pair.
     tokens = len(documents) * 17 * library.manifest.spec.block_shape[0]
@@ -313,25 +248,15 @@ def test_every_spelling_of_an_image(http, index, library):
     assert len({round(result["relevance_score"], 3) for result in results}) == 1
 
 
-def test_embed_texts_and_images(client, library, index, http):
-    one, many = (
-        http.post("/embed", json={"inputs": inputs}).json()
-        for inputs in ("a dog", ["a dog"])
-    )
-    assert one == many
-    assert http.post("/embed", json={"inputs": []}).json() == []
-    np.testing.assert_allclose(
-        client.embed(["a dog", "b"]),
-        library.model.text.encode(["a dog", "b"]),
-        atol=1e-5,
-    )
+def test_embed_texts_and_images(client, library, index, post):
+    assert post("/embed", inputs="a dog") == post("/embed", inputs=["a dog"])
+    assert post("/embed", inputs=[]) == []
+    texts = ["a dog", "b"]
+    expected = library.model.text.encode(texts)
+    np.testing.assert_allclose(client.embed(texts), expected, atol=1e-5)
     embedding = client.embed([photo(index, 7)])[0]
-    assert library.search_image(7, 1)
-    np.testing.assert_allclose(
-        library.search_image(photo(index, 7), 1)[0].embedding_score,
-        embedding @ embedding,
-        atol=1e-5,
-    )
+    (hit,) = library.search_image(photo(index, 7), 1)
+    assert hit.embedding_score == pytest.approx(embedding @ embedding, abs=1e-5)
 
 
 def test_thumbnails_are_those_of_the_rows(client, index, http):
@@ -378,19 +303,6 @@ def test_a_browser_keeps_a_photo_and_asks_whether_it_is_the_same(http, path):
     assert (other.status_code, other.headers["etag"] == tag) == (200, False)
 
 
-def test_info_describes_the_index_and_the_limits(client, library):
-    value = client.info()
-    (index,) = value["indexes"]
-    assert (index["name"], index["rows"], index["indexed"]) == (
-        "photos",
-        ROWS,
-        ROWS - 1,
-    )
-    assert index["precisions"] == ["bf16", "nvfp4"]
-    assert index["bundle_fingerprint"] == library.model.info.fingerprint
-    assert value["limits"]["documents"] == 1000
-
-
 HEADER = {
     "image": (
         "iVBORw0KGgoAAAANSUhEUgAAGJwAABicAQAAAADixwjHAAAS50lEQVR4nO3BMQE"
@@ -399,19 +311,15 @@ HEADER = {
 }
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "message"),
-    [
-        (
-            "/search",
-            {"query": "a", "skip": 1},
-            422,
-            "skip with a query needs the score embedding",
-        ),
-        ("/search", {}, 422, "give query or image or row_id"),
-        ("/search", {"query": " "}, 422, "the query is empty"),
+# wrong requests by status, with a part of the message
+REFUSED = {
+    422: [
+        ("/search", {"query": "a", "skip": 1}, "score embedding"),
+        ("/search", {"row_id": 7, "min_relevance": 0.5}, "needs a query"),
+        ("/search", {}, "give query or image or row_id"),
+        ("/search", {"query": " "}, "empty"),
         *(
-            ("/search", {"query": "a", name: value}, 422, f"{name}:")
+            ("/search", {"query": "a", name: value}, f"{name}:")
             for name, value in (
                 *(("k", value) for value in (0, 1.5, 3.0, True, "3")),
                 *(("row_id", value) for value in (True, -1, "1", 2**70)),
@@ -422,128 +330,58 @@ HEADER = {
                 ("embedding_order", 1),
             )
         ),
-        (
-            "/search",
-            {"query": "a", "k": 20, "pool": 10},
-            422,
-            "pool must be at least k",
-        ),
-        ("/search", {"query": "a", "wher": "x"}, 422, "wher (did you mean where?);"),
-        ("/search", {"query": "a" * 2001}, 413, "over the limit of 2000"),
-        ("/search", {"query": "a", "score": "beauty"}, 422, "unknown part 'beauty'"),
-        (
-            "/search",
-            {"query": "a", "precision": "fp2"},
-            422,
-            "does not have precision 'fp2'",
-        ),
-        ("/search", {"row_id": HOLE}, 422, "has no tokens"),
-        ("/search", {"image": "file:///etc/passwd"}, 422, "URLs are not fetched"),
-        ("/search", {"image": "/etc/passwd"}, 422, "not valid base64"),
-        (
-            "/search",
-            {"image": "bm8gaW1hZ2U="},
-            422,
-            "cannot read an image: not-an-image",
-        ),
-        ("/search", {"image": "data:image/png;base64,!"}, 422, "not valid base64"),
-        (
-            "/search",
-            {"query": "a", "where": "licence = 1"},
-            422,
-            "the columns are author",
-        ),
-        (
-            "/search/texts",
-            {"row_id": 7, "image": "AAAA", "texts": ["a"]},
-            422,
-            "give only one of image and row_id",
-        ),
-        ("/search/texts", {"row_id": 7, "texts": []}, 422, "texts"),
-        (
-            "/search/texts",
-            {"row_id": 7, "texts": ["a", "  "]},
-            422,
-            "the query is empty",
-        ),
-        (
-            "/search/texts",
-            {"row_id": 7, "texts": ["a"] * 1001},
-            413,
-            "over the limit of 1000",
-        ),
-        (
-            "/rerank",
-            {"query": "a", "documents": [0], "top_n": "1"},
-            422,
-            "top_n: Input should be a valid integer",
-        ),
-        ("/rerank", {"query": "a"}, 422, "Field required"),
+        ("/search", {"query": "a", "k": 20, "pool": 10}, "at least k"),
+        ("/search", {"query": "a", "wher": "x"}, "(did you mean where?)"),
+        ("/search", {"query": "a", "score": "beauty"}, "'beauty'"),
+        ("/search", {"query": "a", "precision": "fp2"}, "'fp2'"),
+        ("/search", {"row_id": HOLE}, "has no tokens"),
+        ("/search", {"image": "file:///etc/passwd"}, "URLs are not fetched"),
+        ("/search", {"image": "/etc/passwd"}, "base64"),
+        ("/search", {"image": "bm8gaW1hZ2U="}, "not-an-image"),
+        ("/search", {"query": "a", "where": "licence = 1"}, "columns are author"),
+        ("/search/texts", {"row_id": 7, "image": "AAAA", "texts": ["a"]}, "only one"),
+        ("/search/texts", {"row_id": 7, "texts": []}, "texts"),
+        ("/rerank", {"query": "a", "documents": [0], "top_n": "1"}, "top_n: "),
+        ("/rerank", {"query": "a"}, "Field required"),
         # only the errors of the format of the request
-        (
-            "/rerank",
-            {"documents": [0]},
-            422,
-            "cohere.query: Field required",
-        ),
-        (
-            "/rerank",
-            {"query": "a", "texts": ["https://x/y.jpg"]},
-            422,
-            "URLs are not fetched",
-        ),
-        ("/rerank", {"query": "a", "texts": ["99"]}, 422, "out of range"),
-        (
-            "/rerank",
-            {"query": "a", "texts": ["no.jpg"]},
-            422,
-            "no row has the uri 'no.jpg'",
-        ),
-        (
-            "/rerank",
-            {"query": "a", "texts": ["0"] * 1001},
-            413,
-            "send fewer documents: 1001 are over",
-        ),
-        ("/rerank", {"query": "a", "documents": [{}]}, 422, "document 0 is empty"),
-        (
-            "/rerank",
-            {"query": "a", "documents": [{"image": "http://x"}]},
-            422,
-            "URLs are not fetched",
-        ),
-        (
-            "/rerank",
-            {"query": "a", "documents": [{"image": "AAAA"}] * 17},
-            413,
-            "send fewer images: 17 are",
-        ),
-        ("/embed", {"inputs": [3]}, 422, "inputs"),
-        ("/embed", {"inputs": ["a", {"image": "AAAA"}]}, 422, "either texts or images"),
+        ("/rerank", {"documents": [0]}, "cohere.query: Field required"),
+        ("/rerank", {"query": "a", "texts": ["https://x/y.jpg"]}, "not fetched"),
+        ("/rerank", {"query": "a", "texts": ["99"]}, "out of range"),
+        ("/rerank", {"query": "a", "texts": ["no.jpg"]}, "'no.jpg'"),
+        ("/rerank", {"query": "a", "documents": [{}]}, "document 0 is empty"),
+        ("/embed", {"inputs": [3]}, "inputs"),
+        ("/embed", {"inputs": ["a", {"image": "AAAA"}]}, "texts or images"),
+        ("/embed", {"inputs": [HEADER] * 2}, "truncated"),
+        # members of other services that would change the answer
+        ("/embed", {"inputs": "a", "dimensions": 128}, "dimensions"),
+        ("/search", {"query": "a", "filter": 128}, "filter"),
+        ("/rerank", {"query": "a", "texts": [0], "top_k": 128}, "top_k"),
+        ("/v1/rerank", {"query": "a", "documents": [0], "rank_fields": 1}, "rank_fi"),
+    ],
+    413: [
+        ("/search", {"query": "a" * 2001}, "2000"),
+        ("/search/texts", {"row_id": 7, "texts": ["a"] * 1001}, "1000"),
+        ("/rerank", {"query": "a", "texts": ["0"] * 1001}, "1001"),
+        ("/rerank", {"query": "a", "documents": [{"image": "AAAA"}] * 17}, "17"),
         # HEADER is the start of a PNG of 6,300 x 6,300 pixels; pixels are counted
         # before anything is decoded.
-        (
-            "/embed",
-            {"inputs": [HEADER] * 3},
-            413,
-            "119070000 in all are over the limits",
-        ),
-        ("/embed", {"inputs": [HEADER] * 2}, 422, "cannot read an image: truncated"),
-        ("/embed", {"inputs": ["a"] * 1001}, 413, "send fewer texts: 1001 are"),
+        ("/embed", {"inputs": [HEADER] * 3}, "119070000"),
+        ("/embed", {"inputs": ["a"] * 1001}, "1001"),
     ],
-)
-def test_invalid_requests_have_one_shape(http, index, path, body, status, message):
-    answer = http.post(path, json=body)
-    (error,) = answer.json().values()
-    assert (answer.status_code, *answer.json(), *sorted(error)) == (
-        status,
-        "error",
-        "code",
-        "message",
-    ), answer.text
-    assert message in error["message"]
-    assert error["message"].count("Field required") <= 1
-    assert str(index.parent) not in answer.text, "a path of the server"
+}
+
+
+@pytest.mark.parametrize("status", REFUSED)
+def test_invalid_requests_have_one_shape(http, index, status):
+    for path, body, message in REFUSED[status]:
+        answer = http.post(path, json=body)
+        assert answer.status_code == status, answer.text
+        assert answer.json().keys() == {"error"}
+        error = answer.json()["error"]
+        assert error.keys() == {"code", "message"}
+        assert message in error["message"]
+        assert error["message"].count("Field required") <= 1
+        assert str(index.parent) not in answer.text, "a path of the server"
 
 
 def test_malformed_bodies_are_refused(http):
@@ -599,17 +437,7 @@ def test_pages_are_offline_and_cannot_be_embedded(http):
     assert "/docs.js" in http.get("/docs").text
     for path in ("/redoc", "/nothing"):
         assert http.get(path).json()["error"]["code"] == "not_found"
-    assert http.delete("/search").json()["error"]["code"] == "method_not_allowed"
-    paths = http.get("/openapi.json").json()["paths"]
-    assert {
-        "/search",
-        "/rerank",
-        "/embed",
-        "/thumbnails/{row_id}",
-        "/healthz",
-        "/info",
-        "/metrics",
-    } <= set(paths)
+    assert http.get("/openapi.json").json()["paths"].keys() >= {*GETS[:3], *POSTS}
     headers = http.get("/").headers
     assert "default-src 'none'" in headers["content-security-policy"]
     assert headers["cross-origin-resource-policy"] == "same-origin"
@@ -618,16 +446,11 @@ def test_pages_are_offline_and_cannot_be_embedded(http):
 
 
 def test_other_sites_get_no_access(http):
-    answer = http.get("/info", headers={"Origin": "https://evil.example"})
+    headers = {"Origin": "https://evil.example"}
+    answer = http.get("/info", headers=headers)
     assert not [name for name in answer.headers if name.startswith("access-control")]
-    assert (
-        http.options("/search", headers={"Origin": "https://evil.example"}).status_code
-        == 405
-    )
-    plain = http.post(
-        "/search", content=b'{"query": "a"}', headers={"content-type": "text/plain"}
-    )
-    assert plain.status_code == 415, "a form of another site can send no search"
+    # a form of another site can send no search either: see the test of body types
+    assert http.options("/search", headers=headers).status_code == 405
 
 
 def test_a_name_that_resolves_to_loopback_is_not_answered(http):
@@ -669,7 +492,9 @@ def test_the_client_refuses_addresses_and_keys_that_cannot_be_sent(service):
             Client(service.url, key)
         assert isinstance(key, bytes) or "secret" not in str(refused.value)
     with Client(service.url, "a-key-from-a-file\n") as client:
-        assert client.info()["indexes"]
+        (index,) = client.info()["indexes"]
+    assert (index["name"], index["rows"], index["indexed"]) == ("photos", 12, 11)
+    assert index["precisions"] == ["bf16", "nvfp4"]
 
 
 @pytest.mark.parametrize(
@@ -700,48 +525,30 @@ GETS = ["/healthz", "/info", "/metrics", "/thumbnails/0", "/photos/0", "/"]
 POSTS = ["/search", "/search/texts", "/rerank", "/v1/rerank", "/v2/rerank", "/embed"]
 
 
-@pytest.mark.parametrize("path", [*GETS, "/nowhere", "/thumbnails/99999"])
-def test_head_is_get_without_a_body(http, path):
-    full = http.get(path)
-    head = http.head(path)
-    assert head.status_code == full.status_code
-    assert head.headers["content-type"] == full.headers["content-type"]
-    assert head.content == b""
+def test_head_is_get_without_a_body(http):
+    for path in [*GETS, "/nowhere", "/thumbnails/99999"]:
+        full = http.get(path)
+        head = http.head(path)
+        assert head.status_code == full.status_code
+        assert head.headers["content-type"] == full.headers["content-type"]
+        assert head.content == b""
 
 
-@pytest.mark.parametrize("path", [*GETS, *POSTS])
-def test_a_wrong_method_is_named_so(http, path):
-    for method in ["PUT", "DELETE", "GET" if path in POSTS else "POST"]:
-        answer = http.request(
-            method, path, content=b"{}", headers={"content-type": "application/json"}
-        )
-        assert (answer.status_code, method) == (405, method)
+def test_a_wrong_method_is_named_so(http):
+    for path in [*GETS, *POSTS]:
+        for method in ["PUT", "DELETE", "GET" if path in POSTS else "POST"]:
+            answer = http.request(method, path, json={})
+            assert answer.status_code == 405, (path, method)
+            assert answer.json()["error"]["code"] == "method_not_allowed"
 
 
-@pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize("kind", [None, "text/plain", "multipart/form-data"])
-def test_a_body_of_another_type_names_the_header(http, path, kind):
-    request = http.build_request("POST", path, content=b'{"query": "a"}')
-    request.headers.pop("content-type", None)
-    if kind is not None:
-        request.headers["content-type"] = kind
-    answer = http.send(request)
-    assert answer.status_code == 415
-    assert "Content-Type: application/json" in answer.text
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "member"),
-    [
-        ("/embed", {"inputs": "a"}, "dimensions"),
-        ("/embed", {"inputs": "a"}, "encoding_format"),
-        ("/search", {"query": "a"}, "filter"),
-        ("/rerank", {"query": "a", "texts": [0]}, "top_k"),
-        ("/v1/rerank", {"query": "a", "documents": [0]}, "rank_fields"),
-    ],
-)
-def test_a_member_that_could_change_the_answer_is_refused(http, path, body, member):
-    assert http.post(path, json=body).status_code == 200
-    answer = http.post(path, json={**body, member: 128})
-    assert answer.status_code == 422
-    assert member in answer.text
+def test_a_body_of_another_type_names_the_header(http, kind):
+    for path in POSTS:
+        request = http.build_request("POST", path, content=b'{"query": "a"}')
+        request.headers.pop("content-type", None)
+        if kind is not None:
+            request.headers["content-type"] = kind
+        answer = http.send(request)
+        assert answer.status_code == 415, path
+        assert "Content-Type: application/json" in answer.text
