@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +15,6 @@ from pipelines import compact_index, copy_index, delete_rows
 from pipelines.jobs.snapshots import remove_snapshots, set_columns
 from storage_formats import (
     CorruptIndexError,
-    IndexWriter,
     Manifest,
     read_rows,
     verify_index,
@@ -34,18 +32,16 @@ from storage_formats.format.rows import (
 from storage_formats.format.shard_table import write_named_file
 from storage_formats.format.tombstones import live_rows
 from storage_formats.writing.rows_files import write_rows_files
-from tests.conftest import rows_path
+from tests.conftest import rows_path, write_arrays
 
 ROWS = 37
 SHARD_SIZE = 8
 FILTERS = {
     "size > 20": set(range(21, ROWS)),
-    "captions = 'cat 3' or captions like 'dog 2%'": {
-        row for row in range(ROWS) if row % 3 and row % 5 == 3
-    }
-    | {row for row in range(ROWS) if row % 3 == 2 and str(row).startswith("2")},
+    "captions like 'dog 2%'": {
+        row for row in range(ROWS) if row % 3 == 2 and str(row).startswith("2")
+    },
     "row_id in (0, 7, 8, 36)": {0, 7, 8, 36},
-    "content_hash is not null and size < 4": {0, 1, 2, 3},
     "score is null": {row for row in range(ROWS) if row % 3},
     "title = 'sea'": set(),
     "uri like '%1'": {1, 11, 21, 31},
@@ -53,49 +49,50 @@ FILTERS = {
 
 
 @pytest.fixture(params=["one file", "many files"])
-def layouts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def layouts(request, monkeypatch):
     if request.param == "many files":
         monkeypatch.setattr("storage_formats.writing.rows_files._GROUP_ROWS", 5)
         monkeypatch.setattr("storage_formats.writing.rows_files._FILE_ROWS", 12)
 
 
-def write_index(root: Path) -> Path:
+def write_index(root):
     """An index of five shards with source columns."""
     rng = np.random.default_rng(0)
-    embeddings = rng.standard_normal((ROWS, 4), dtype=np.float32)
+    rows = range(ROWS)
     columns = {
-        "uri": [f"/photos/{row}" for row in range(ROWS)],
-        "size": list(range(ROWS)),
-        "content_hash": [f"{row:064x}" for row in range(ROWS)],
-        "score": [None if row % 3 else row / 2 for row in range(ROWS)],
-        "captions": [
-            [f"cat {row % 5}", f"dog {row}"][: row % 3] for row in range(ROWS)
-        ],
+        "uri": [f"/photos/{row}" for row in rows],
+        "size": list(rows),
+        "score": [None if row % 3 else row / 2 for row in rows],
+        "captions": [[f"cat {row % 5}", f"dog {row}"][: row % 3] for row in rows],
         "title": ["hill"] * ROWS,
     }
-    with IndexWriter.create(
-        root, block_shape=(2, 8), embed_dim=4, shard_size=SHARD_SIZE
-    ) as writer:
-        blocks = rng.standard_normal((ROWS, 2, 8), dtype=np.float32)
-        writer.append(blocks, embeddings, columns)
+    blocks = rng.standard_normal((ROWS, 2, 8), dtype=np.float32)
+    embeddings = rng.standard_normal((ROWS, 4), dtype=np.float32)
+    write_arrays(root, blocks, embeddings, columns, shard_size=SHARD_SIZE)
     return root
 
 
-def passing(root: Path) -> dict[str, set[int]]:
+@pytest.fixture
+def root(tmp_path):
+    return write_index(tmp_path / "index")
+
+
+def passing(root):
     """The rows that pass each filter."""
     rows = IndexRows(CommittedIndex.open(root))
     return {each: {*np.flatnonzero(rows.passing(each)).tolist()} for each in FILTERS}
 
 
-def hits(root: Path) -> list[Any]:
+def hits(root):
     """Columns of all rows as hits, in descending order, read twice."""
     index = CommittedIndex.open(root)
     rows = IndexRows(index)
     row_ids = live_rows(index)[::-1]
-    described = rows.described(row_ids, ["title", "score", "row_id"])
-    assert rows.described(row_ids[:2], ["title"])[0][0] == described[0][0]
-    assert rows.described(row_ids, ["title", "score", "row_id"]) == described
-    return described
+    first, again = (
+        rows.described(row_ids, ["title", "score", "row_id"]) for _ in range(2)
+    )
+    assert first == again
+    return first
 
 
 @pytest.mark.usefixtures("layouts")
@@ -130,67 +127,52 @@ def test_an_edit_writes_only_the_files_with_its_rows(tmp_path, monkeypatch):
     monkeypatch.setattr("storage_formats.writing.rows_files._FILE_ROWS", 12)
     root = write_index(tmp_path / "index")
     before = Manifest.load(root).rows_files
-    assert [each.first_shard for each in before] == [0, 2, 4]
     set_columns(root, [17], {"title": ["sea"]})
     after = Manifest.load(root).rows_files
+    assert [each.first_shard for each in before] == [0, 2, 4]
     assert [each.first_shard for each in after] == [0, 2, 4]
-    assert [left == right for left, right in zip(before, after, strict=True)] == [
-        True,
-        False,
-        True,
-    ]
+    assert [*map(operator.eq, before, after)] == [True, False, True]
     delete_rows(root, [17])
     assert Manifest.load(root).rows_files == after
     assert all((root / each.file.path).exists() for each in (*before, *after))
 
 
-def test_new_files_take_over_the_small_files_before_them(tmp_path):
-    """Hundreds of appends of one row leave few files, and few write much."""
-    root = write_index(tmp_path / "index")
+def test_new_files_take_over_the_small_files_before_them(root):
+    """A hundred appends of one row leave few files, and few write much."""
     index = CommittedIndex.open(root)
-    layout = Directory(index.root)
+    layout = Directory(root)
     layout.staged_rows(0).parent.mkdir(parents=True, exist_ok=True)
-    sizes = []
-    for shard in range(5, 305):
-        spec = index.spec
+    written = 0
+
+    def rows(file):
+        return pq.read_metadata(root / file.file.path).num_rows
+
+    for shard in range(5, 105):
         first = shard * SHARD_SIZE
-        segments = (*spec.used_segments, Segment(first, 1))
-        spec = replace(spec, rows=first + 1, segments=segments)
-        write_rows(layout.staged_rows(shard), rows_table([RowEntry(first, f"{shard}")]))
-        staged = {shard: (layout, FileEntry.of(layout, layout.staged_rows(shard)))}
+        segments = (*index.spec.used_segments, Segment(first, 1))
+        spec = replace(index.spec, rows=first + 1, segments=segments)
+        path = layout.staged_rows(shard)
+        write_rows(path, rows_table([RowEntry(first, f"{shard}")]))
+        staged = {shard: (layout, FileEntry.of(layout, path))}
         files = write_rows_files(layout, spec, index.manifest.columns, staged, index)
-        kept = {*index.manifest.rows_files}
-        sizes.append(
-            sum(
-                pq.read_metadata(root / each.file.path).num_rows
-                for each in files
-                if each not in kept
-            )
-        )
-        index = replace(
-            index, manifest=replace(index.manifest, spec=spec, rows_files=files)
-        )
+        written += sum(map(rows, {*files} - {*index.manifest.rows_files}))
+        manifest = replace(index.manifest, spec=spec, rows_files=files)
+        index = replace(index, manifest=manifest)
         assert len(files) <= 10
-    assert sum(sizes) < 300 * 6
-    assert sum(pq.read_metadata(root / each.file.path).num_rows for each in files) == (
-        ROWS + 300
-    )
+    assert written < 100 * 6
+    assert sum(map(rows, files)) == ROWS + 100
 
 
-def test_row_groups_and_files_end_at_a_size_in_bytes(tmp_path, monkeypatch):
+def test_row_groups_and_files_end_at_a_size_in_bytes(root, monkeypatch):
     monkeypatch.setattr("storage_formats.writing.rows_files._GROUP_BYTES", 2000)
     monkeypatch.setattr("storage_formats.writing.rows_files._FILE_BYTES", 6000)
-    root = write_index(tmp_path / "index")
     set_columns(root, range(ROWS), {"title": ["x" * 400] * ROWS})
     files = Manifest.load(root).rows_files
     assert len(files) > 1
     for each in files:
         metadata = pq.read_metadata(root / each.file.path)
-        groups = [
-            metadata.row_group(number).num_rows
-            for number in range(metadata.num_row_groups)
-        ]
-        assert max(groups) < SHARD_SIZE
+        for number in range(metadata.num_row_groups):
+            assert metadata.row_group(number).num_rows < SHARD_SIZE
     assert len(passing(root)["size > 20"]) == ROWS - 21
     assert verify_index(root) == []
 
@@ -207,10 +189,8 @@ def test_row_groups_in_memory_take_no_more_than_they_are_counted_for(
     columns = [column for each in groups for column in each.columns.values()]
     assert sum(each.get_total_buffer_size() for each in columns) <= 2 * counted
     monkeypatch.setattr("edje_index.search.rows._CACHED_BYTES", counted // 2)
-    assert rows.described(np.array([36, 0]), ["size"]) == [
-        ("/photos/36", {"size": 36}),
-        ("/photos/0", {"size": 0}),
-    ]
+    described = rows.described(np.array([36, 0]), ["size"])
+    assert described == [(f"/photos/{row}", {"size": row}) for row in (36, 0)]
     assert len(rows._cached[0]) < 5
 
 
@@ -219,19 +199,17 @@ def test_two_writers_give_the_same_bytes(tmp_path):
     assert files[0] == files[1]
 
 
-@pytest.mark.parametrize("damage", ["missing", "shorter", "other", "flipped"])
-def test_a_damaged_file_is_reported(tmp_path, damage):
-    root = write_index(tmp_path / "index")
+@pytest.mark.parametrize("damage", ["missing", "shorter", "flipped"])
+def test_a_damaged_file_is_reported(root, damage):
     path = rows_path(root)
-    data = path.read_bytes()
-    changed = {
-        "shorter": data[:-100],
-        "other": b"x" * len(data),
-        "flipped": data[:200] + bytes([data[200] ^ 1]) + data[201:],
-    }
-    path.unlink()
-    if damage != "missing":
-        path.write_bytes(changed[damage])
+    data = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    elif damage == "shorter":
+        path.write_bytes(data[:-100])
+    else:
+        data[200] ^= 1
+        path.write_bytes(data)
     with pytest.raises(CorruptIndexError, match=path.name):
         IndexRows(CommittedIndex.open(root)).described(np.array([3]))
     with pytest.raises(CorruptIndexError, match=path.name):
@@ -239,7 +217,7 @@ def test_a_damaged_file_is_reported(tmp_path, damage):
     assert [problem.path for problem in verify_index(root)] == [f"rows/{path.name}"]
 
 
-def commit_rows(root: Path, table: pa.Table) -> None:
+def commit_rows(root, table):
     """Make `table` the only rows file of an index."""
     layout = Directory(root)
     sink = pa.BufferOutputStream()
@@ -247,6 +225,10 @@ def commit_rows(root: Path, table: pa.Table) -> None:
     entry = write_named_file(layout, ROWS_FILE, sink.getvalue().to_pybytes())
     files = (RowsFile(0, entry),)
     replace(Manifest.load(root), rows_files=files).write(layout)
+
+
+def with_column(table, name, values):
+    return table.set_column(table.schema.get_field_index(name), name, values)
 
 
 @pytest.mark.parametrize(
@@ -257,17 +239,14 @@ def commit_rows(root: Path, table: pa.Table) -> None:
         lambda table: table.sort_by([("row_id", "descending")]),
         lambda table: pa.concat_tables([table, table]),
         lambda table: table.drop_columns(["status"]),
-        lambda table: table.set_column(
-            0, "row_id", pa.array([None, *range(1, ROWS)], pa.int64())
+        lambda table: with_column(
+            table, "row_id", pa.array([None, *range(1, ROWS)], pa.int64())
         ),
-        lambda table: table.set_column(
-            table.schema.get_field_index("title"), "title", pa.array([b"x"] * ROWS)
-        ),
+        lambda table: with_column(table, "title", pa.array([b"x"] * ROWS)),
     ],
     ids=["first", "last", "order", "twice", "column", "null", "type"],
 )
-def test_files_of_strangers_are_checked(tmp_path, change):
-    root = write_index(tmp_path / "index")
+def test_files_of_strangers_are_checked(root, change):
     commit_rows(root, change(pq.read_table(rows_path(root))))
     with pytest.raises(CorruptIndexError, match="rows-"):
         read_rows(root)
@@ -275,21 +254,17 @@ def test_files_of_strangers_are_checked(tmp_path, change):
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "5", "x"])
-def test_source_values_of_strangers_are_checked(tmp_path, text):
-    root = write_index(tmp_path / "index")
-    table = pq.read_table(rows_path(root))
-    number = table.schema.get_field_index(SOURCE_VALUES)
+def test_source_values_of_strangers_are_checked(root, text):
     values = pa.array([text] * ROWS, pa.string())
-    commit_rows(root, table.set_column(number, SOURCE_VALUES, values))
+    commit_rows(
+        root, with_column(pq.read_table(rows_path(root)), SOURCE_VALUES, values)
+    )
     with pytest.raises(CorruptIndexError, match="source values"):
         set_columns(root, [1], {"title": ["sea"]})
 
 
-@pytest.mark.parametrize(
-    "first_shards", [[], [1], [0, 0], [0, 3, 2], [0, 5], [0, 1 << 40], [2]]
-)
-def test_files_that_do_not_follow_each_other_are_refused(tmp_path, first_shards):
-    root = write_index(tmp_path / "index")
+@pytest.mark.parametrize("first_shards", [[], [1], [0, 0], [0, 3, 2], [0, 5]])
+def test_files_that_do_not_follow_each_other_are_refused(root, first_shards):
     manifest = Manifest.load(root)
     entry = manifest.rows_files[0].file
     files = tuple(RowsFile(shard, entry) for shard in first_shards)

@@ -7,12 +7,11 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from storage_formats import (
@@ -94,6 +93,13 @@ def test_every_value_survives_the_type_of_its_column(values):
 
 
 @given(st.lists(PLAIN, min_size=1, max_size=4))
+@example(["007"])
+@example(["-0"])
+@example(["1e999"])
+@example(["1.50", str(2**53 + 1)])
+@example(["TRUE"])
+@example(["nan"])
+@example(["1_0"])
 def test_untyped_text_is_a_number_only_if_nothing_is_lost(texts):
     values = [PlainText(text) for text in texts]
     column_type = column_of(values).type
@@ -110,38 +116,18 @@ def test_untyped_text_is_a_number_only_if_nothing_is_lost(texts):
             assert math.isfinite(stored)
 
 
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("007", "text"),
-        ("-0", "text"),
-        ("1e999", "text"),
-        ("9" * 30, "text"),
-        ("1.50", "float"),
-        ("12", "int"),
-        (str(2**53 + 1), "big-int"),
-        ("TRUE", "bool"),
-        ("nan", "text"),
-        ("1_0", "text"),
-    ],
-)
-def test_kinds_of_untyped_text(text, kind):
-    assert kind_of(PlainText(text)) == kind
-
-
-def write_index(root: Path, rows: list[dict]) -> list[SourceColumn]:
+def write_index(root, rows):
     names = sorted({name for row in rows for name in row})
     columns = [column_of([row.get(name) for row in rows], name) for name in names]
     receipts = []
     for shard in range(SPEC.shards):
         row_ids = SPEC.shard_rows(shard)
+        entries = [RowEntry(row, f"{row}.jpg") for row in row_ids]
+        for entry in entries:
+            entry.fail("missing", "gone")
+        values = [rows[row] for row in row_ids]
+        table = with_source_values(rows_table(entries), columns, values)
         with ShardWriter(Directory(root), SPEC, shard) as writer:
-            entries = [RowEntry(row, f"{row}.jpg") for row in row_ids]
-            for entry in entries:
-                entry.fail("missing", "gone")
-            table = with_source_values(
-                rows_table(entries), columns, [rows[row] for row in row_ids]
-            )
             receipts.append(writer.commit(table, "plan", {}))
     finish_index(root, SPEC, receipts, columns)
     return columns
@@ -165,23 +151,11 @@ def test_stock_readers_and_this_one_agree(tmp_path):
     write_index(tmp_path / "i", ROWS)
     # all files together: every shard has the same types
     stock = pq.read_table(tmp_path / "i" / "rows")
-    assert {
-        field.name: str(field.type).replace("element: ", "").replace("item: ", "")
-        for field in stock.schema
-    }.items() >= {
-        "captions": "list<string>",
-        "rating": "double",
-        "licence": "string",
-        "safe": "bool",
-        "id": "int64",
-        "exif.make": "string",
-        "taken": "timestamp[us, tz=UTC]",
-    }.items()
-    expected = [
-        {"captions": ["one"] if row.get("captions") == "one" else row.get("captions")}
-        for row in ROWS
+    types = {"safe": pa.bool_(), "taken": pa.timestamp("us", "UTC")}
+    assert {name: stock.schema.field(name).type for name in types} == types
+    assert stock["captions"].to_pylist() == [
+        *(["a dog", "ein Hund"], ["one"], None, None, [], None)
     ]
-    assert stock.select(["captions"]).to_pylist() == expected
     assert stock["rating"].to_pylist() == [3.0, 4.5, None, None, None, None]
     assert stock["id"].to_pylist() == [None, None, None, 2**60, None, 1]
     assert stock["taken"][1].as_py() == ROWS[1]["taken"]
@@ -195,31 +169,25 @@ def test_stock_readers_and_this_one_agree(tmp_path):
     assert problems_and_counts(tmp_path / "i") == []
 
 
-def test_an_unknown_column_is_refused_with_the_names(tmp_path):
+@pytest.mark.parametrize("row_ids", [None, [], [1]])
+def test_an_unknown_column_is_refused_with_the_names(tmp_path, row_ids):
     write_index(tmp_path / "i", ROWS)
-    for row_ids in (None, [], [1]):
-        with pytest.raises(
-            UsageError,
-            match=r"licence2 \(did you mean licence\?\); .*, taken, row_id",
-        ):
-            read_rows(tmp_path / "i", row_ids, ["licence2"])
+    with pytest.raises(UsageError, match=r"licence2 .*licence\?.*, taken, row_id"):
+        read_rows(tmp_path / "i", row_ids, ["licence2"])
+
+
+def stage(root, table):
+    """Write the table of rows of a shard that is not committed."""
+    path = Directory(root).staged_rows(0)
+    path.parent.mkdir(parents=True)
+    write_rows(path, table)
 
 
 def test_columns_of_an_earlier_segment_are_widened_or_null(tmp_path):
-    layout = Directory(tmp_path)
-    path = Directory(tmp_path).staged_rows(0)
-    path.parent.mkdir(parents=True)
     values = [{"n": 7, "b": True, "t": "x", "when": ROWS[1]["taken"]}, {}]
-    written = [
-        column_of([row.get(name) for row in values], name)
-        for name in ("n", "b", "t", "when")
-    ]
-    write_rows(
-        path,
-        with_source_values(
-            rows_table([RowEntry(0, "a"), RowEntry(1, "b")]), written, values
-        ),
-    )
+    written = [column_of([value], name) for name, value in values[0].items()]
+    rows = rows_table([RowEntry(0, "a"), RowEntry(1, "b")])
+    stage(tmp_path, with_source_values(rows, written, values))
     wider = [
         SourceColumn("n", ("float", "int"), 1),
         SourceColumn("b", ("bool", "int"), 1),
@@ -227,39 +195,28 @@ def test_columns_of_an_earlier_segment_are_widened_or_null(tmp_path):
         SourceColumn("when", ("text", "timestamp"), 1),
         SourceColumn("new", ("bool",), 0),
     ]
-    table = read_staged_rows(
-        layout, 0, ["row_id", "n", "b", "t", "when", "new"], source_columns=wider
-    )
+    names = [column.name for column in wider]
+    table = read_staged_rows(Directory(tmp_path), 0, names, source_columns=wider)
     assert table.to_pylist() == [
         {
-            "row_id": 0,
             "n": 7.0,
             "b": "true",
             "t": ["x"],
             "when": ROWS[1]["taken"].isoformat(),
             "new": None,
         },
-        {"row_id": 1, "n": None, "b": None, "t": None, "when": None, "new": None},
+        dict.fromkeys(names),
     ]
-    assert [str(table[name].type) for name in ("n", "b", "new")] == [
-        "double",
-        "string",
-        "bool",
-    ]
+    assert (table["n"].type, table["new"].type) == (pa.float64(), pa.bool_())
 
 
-@pytest.mark.parametrize(
-    "values",
-    [pa.array([b"x"]), pa.array([{"a": 1}]), pa.array([[1]]), pa.array([1], pa.int8())],
-)
-def test_a_stored_column_of_another_type_is_damage(tmp_path, values):
-    path = Directory(tmp_path).staged_rows(0)
-    path.parent.mkdir(parents=True)
-    pq.write_table(rows_table([RowEntry(0, "a")]).append_column("v", values), path)
+@pytest.mark.parametrize("value", [b"x", {"a": 1}, [1], pa.scalar(1, pa.int8())])
+def test_a_stored_column_of_another_type_is_damage(tmp_path, value):
+    rows = rows_table([RowEntry(0, "a")])
+    stage(tmp_path, rows.append_column("v", pa.array([value])))
+    columns = [SourceColumn("v", ("text",), 1)]
     with pytest.raises(CorruptIndexError, match="rows of shard 0"):
-        read_staged_rows(
-            Directory(tmp_path), 0, source_columns=[SourceColumn("v", ("text",), 1)]
-        )
+        read_staged_rows(Directory(tmp_path), 0, source_columns=columns)
 
 
 def test_a_long_text_that_lists_repeat_is_refused(tmp_path):
@@ -284,12 +241,11 @@ GOOD = {"name": "a", "kinds": ["int"], "values": 1}
         [{**GOOD, "name": "a\n"}],
         [{**GOOD, "values": -1}],
         [{"name": "a"}],
-        [3],
         [{**GOOD, "name": str(number)} for number in range(MAX_COLUMNS + 1)],
     ],
 )
 def test_a_manifest_with_invalid_columns_is_refused(entries):
-    with pytest.raises((ValueError, KeyError, TypeError)):
+    with pytest.raises((ValueError, TypeError)):
         check_columns(read_json(tuple[SourceColumn, ...], entries))
     (good,) = read_json(tuple[SourceColumn, ...], [GOOD])
     assert write_json(good) == GOOD

@@ -5,7 +5,6 @@ import os
 import shutil
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -14,12 +13,13 @@ from pipelines.jobs.snapshots import history, remove_snapshots, roll_back
 from storage_formats import CorruptIndexError, UsageError, verify_index
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import IndexSpec
-from storage_formats.format.manifest import Manifest, Snapshot
+from storage_formats.format.manifest import Manifest
 from storage_formats.format.places import Directory
 from storage_formats.format.rows import RowEntry
 from storage_formats.format.shard_table import read_shard_table
 from storage_formats.verify import check_shard
 from tests.conftest import write_random_index
+from tests.storage_formats.reading_cases import flip
 
 SPEC = IndexSpec(21, 8, (4, 16), 6)
 
@@ -62,20 +62,15 @@ def test_a_shard_table_of_wrong_length_is_not_read(copy, monkeypatch):
 
 
 def test_a_snapshot_of_an_unknown_format_is_a_problem(copy):
-    value = json.loads((copy / "index.json").read_text())
-    Directory(copy).snapshots.mkdir()
-    replace(Manifest.load(copy), snapshot=Snapshot(number=1)).write(Directory(copy))
-    value["format_version"] = "99.0"
-    value["crc32c"] = json_checksum(value)
-    Directory(copy).snapshot(0).write_text(json.dumps(value))
+    delete_rows(copy, [0])
+    path = Directory(copy).snapshot(0)
+    value = {**json.loads(path.read_text()), "format_version": "99.0"}
+    path.write_text(json.dumps({**value, "crc32c": json_checksum(value)}))
     assert ("snapshots", "snapshot") in codes(copy)
 
 
 def test_damaged_block_is_named_by_its_row(copy):
-    path = Directory(copy).token_shard("bf16", 1)
-    data = bytearray(path.read_bytes())
-    data[2 * 128 + 5] ^= 1
-    path.write_bytes(data)
+    flip(Directory(copy).token_shard("bf16", 1), 2 * 128 + 5)
     found = verify_index(copy)
     assert {problem.code for problem in found} == {"checksum", "block-checksum"}
     assert any(problem.message.endswith("row 10") for problem in found)
@@ -85,26 +80,18 @@ def test_files_that_no_commit_made_are_named(copy):
     delete_rows(copy, [0])
     strays = {
         "rows/extra.parquet",
+        f"tokens/bf16/.zarr.json.{'0' * 32}",
         "tokens/bf16/c.9.0.0",
         "manifest/deleted-00000000.bin",
     }
     for path in strays:
         (copy / path).write_bytes(b"")
     assert codes(copy) == {(path, "stray-file") for path in strays}
-    # of a process that was killed while it removed them
+    # of a process that was killed while it wrote or removed them
     Directory(copy).journal.write_text("{}")
     assert codes(copy) == set()
     Directory(copy).snapshot(0).write_text("{")
     assert codes(copy) == {("snapshots", "snapshot")}
-
-
-def test_the_temporary_file_of_a_killed_change_is_no_damage(copy):
-    (copy / "tokens" / "bf16" / f".zarr.json.{'0' * 32}").write_bytes(b"")
-    (copy / "build").mkdir()
-    Directory(copy).journal.touch()
-    assert codes(copy) == set()
-    Directory(copy).journal.unlink()
-    assert {code for _, code in codes(copy)} == {"stray-file"}
 
 
 def test_rows_that_contradict_the_data_are_found(tmp_path, monkeypatch):
@@ -117,13 +104,11 @@ def test_rows_that_contradict_the_data_are_found(tmp_path, monkeypatch):
 def test_an_index_that_changes_during_verification_is_not_called_damaged(copy):
     def change(done, of):
         if done == of:
-            (copy / "tokens" / "bf16" / "extra").write_text("of another precision, say")
+            (copy / "tokens/bf16/extra").write_text("of another precision, say")
             manifest = copy / "index.json"
             manifest.write_text(manifest.read_text() + "\n")
 
-    problems = verify_index(copy, change)
-    assert [problem.code for problem in problems] == ["changed"]
-    assert "verify the index again" in problems[0].message
+    assert [problem.code for problem in verify_index(copy, change)] == ["changed"]
     assert codes(copy) == {("tokens/bf16/extra", "stray-file")}
 
 
@@ -148,20 +133,19 @@ def test_reads_of_shard_tables_do_not_grow_with_the_snapshots(copy, monkeypatch)
 def test_an_interrupted_check_has_checked_only_a_few_shards_ahead(
     tmp_path, monkeypatch, error
 ):
-    write_random_index(tmp_path, IndexSpec(60, 1, (1, 16), 6))
+    write_random_index(tmp_path, IndexSpec(30, 1, (1, 16), 6))
     checks = []
     monkeypatch.setattr(
         "storage_formats.verify.check_shard",
         lambda *shard: (checks.append(shard), check_shard(*shard))[1],
     )
 
-    def interrupt(done: int, of: int) -> None:
+    def interrupt(done, of):
         time.sleep(0.1)
         raise error
 
     with pytest.raises(error):
         verify_index(tmp_path, interrupt)
-    assert 0 < len(checks) <= 9
     running = [
         thread
         for thread in threading.enumerate()
@@ -173,7 +157,7 @@ def test_an_interrupted_check_has_checked_only_a_few_shards_ahead(
     for thread in running:
         # they end without another shard
         thread.join(10)
-    assert len(checks) <= 9
+    assert 0 < len(checks) <= 9
 
 
 def test_a_manifest_of_a_kept_snapshot_that_is_missing_is_found(copy, tmp_path):
@@ -188,33 +172,22 @@ def test_a_manifest_of_a_kept_snapshot_that_is_missing_is_found(copy, tmp_path):
         lost.write_bytes(data)
     copy_index(copy, tmp_path / "copied")
     assert verify_index(tmp_path / "copied") == [], "a copy holds one snapshot"
-    for keep, removed in ((2, (0, 1)), (1, (2,))):
-        assert remove_snapshots(copy, keep).snapshots == removed
-        assert verify_index(copy) == []
-        assert len(history(copy)) == keep
+    remove_snapshots(copy, 2)
+    assert verify_index(copy) == []
+    assert len(history(copy)) == 2
 
 
 def test_every_kept_snapshot_is_checked_and_a_rollback_to_a_damaged_one_is_refused(
     copy,
 ):
     delete_rows(copy, rows=[0])
-    roll_back(copy, 0)
     quantize_index(copy, ["fp8"], drop=["bf16"])
-    earlier = Directory(copy).token_shard("bf16", 1)
+    path = "tokens/bf16/c.1.0.0"
     before = (copy / "index.json").read_bytes()
-    original = earlier.read_bytes()
-    earlier.write_bytes(original[:9] + bytes([original[9] ^ 1]) + original[10:])
-    assert codes(copy) == {("tokens/bf16/c.1.0.0", "checksum")}
-    with pytest.raises(
-        CorruptIndexError,
-        match=r"snapshot 0 of .* is .* damaged: tokens/bf16/c\.1\.0\.0 has CRC-32C",
-    ):
+    flip(copy / path, 9)
+    assert codes(copy) == {(path, "checksum")}
+    with pytest.raises(CorruptIndexError, match=f"snapshot 0 of .*: {path} has CRC"):
         roll_back(copy, 0)
     assert (copy / "index.json").read_bytes() == before
-    earlier.unlink()
-    assert codes(copy) == {("tokens/bf16/c.1.0.0", "missing-file")}
-    earlier.write_bytes(original)
-    (path,) = (copy / "manifest").glob("deleted-*")
-    path.write_bytes(b"")
-    assert codes(copy) == {(path.relative_to(copy).as_posix(), "length")}
+    flip(copy / path, 9)
     assert roll_back(copy, 0).rows == 21
