@@ -29,53 +29,32 @@ def case(tmp_path_factory):
 
 
 def build(case, out, *options):
-    common = [
-        "--model",
-        case / "model",
-        "--engine",
-        "inline",
-        "--shard-size",
-        8,
-        "--threads",
-        1,
-    ]
+    common = ("--model", case / "model", "--engine", "inline", "--shard-size", 8)
     return run_here("build", case / "photos", "--out", out, *common, *options)
 
 
-def test_quantize_resumes_repeats_and_drops(case, tmp_path):
-    build(case, tmp_path / "a")
-    first = run_here("quantize", tmp_path / "a", "--to", "fp8", "--to", "sign1")
-    assert (first["source"], first["added"], first["precisions"]) == (
-        "bf16",
-        ["fp8", "sign1"],
-        ["bf16", "fp8", "sign1"],
-    )
-    assert first["bytes_per_image"]["bf16"] == 128
-    again = run_here("quantize", tmp_path / "a", "--to", "fp8")
+def test_quantize_repeats_and_drops(tmp_path):
+    root = tmp_path / "a"
+    write_random_index(root, SPEC)
+
+    def error(*options):
+        return run_here("quantize", root, *options, expect=2)["error"]
+
+    first = run_here("quantize", root, "--to", "fp8", "--to", "sign1")
+    assert (first["source"], first["added"]) == ("bf16", ["fp8", "sign1"])
+    assert first["precisions"] == ["bf16", "fp8", "sign1"]
+    assert first["bytes_per_image"]["bf16"] == 256
+    again = run_here("quantize", root, "--to", "fp8")
     assert (again["source"], again["added"]) == (None, [])
-    dropped = run_here("quantize", tmp_path / "a", "--to", "fp8", "--drop", "bf16")
+    dropped = run_here("quantize", root, "--to", "fp8", "--drop", "bf16")
     assert (dropped["dropped"], dropped["precisions"]) == (["bf16"], ["fp8", "sign1"])
-    assert verify_index(tmp_path / "a") == []
-    for options, words in [
-        (["--drop", "fp8", "--drop", "sign1"], "without tokens"),
-        (["--to", "fp8", "--drop", "fp8"], "fp8 cannot be both added and dropped"),
-        *(
-            ([option, "fp3", "--to", "fp8"], "unknown precision 'fp3'")
-            for option in ("--to", "--drop", "--from")
-        ),
-        (["--to", "int8", "--from", "bf16"], "does not have precision 'bf16'"),
-        (
-            ["--to", "int8", "--address", "head:1"],
-            "--address: a cluster needs a number of workers",
-        ),
-    ]:
-        assert (
-            words in run_here("quantize", tmp_path / "a", *options, expect=2)["error"]
-        )
-    assert (
-        "there is no index"
-        in run_here("quantize", tmp_path / "b", "--to", "fp8", expect=2)["error"]
-    )
+    assert verify_index(root) == []
+    assert "without tokens" in error("--drop", "fp8", "--drop", "sign1")
+    assert "both added and dropped" in error("--to", "fp8", "--drop", "fp8")
+    for option in ("--to", "--drop", "--from"):
+        assert "unknown precision 'fp3'" in error(option, "fp3", "--to", "fp8")
+    assert "'bf16'" in error("--to", "int8", "--from", "bf16")
+    assert "number of workers" in error("--to", "int8", "--address", "head:1")
 
 
 def test_the_order_of_precisions_does_not_matter_to_a_resumed_conversion(tmp_path):
@@ -88,21 +67,17 @@ def test_the_order_of_precisions_does_not_matter_to_a_resumed_conversion(tmp_pat
     assert verify_index(tmp_path) == []
 
 
-def test_resuming_needs_disk_for_what_is_left_alone(case, tmp_path, monkeypatch):
-    build(case, tmp_path / "a")
-    stop_after_one_shard(quantize_index, tmp_path / "a", ["fp8"])
-    left = 4 - len(list(Layout(tmp_path / "a").receipts.iterdir()))
-    assert 0 < left < 4
-    size = padded_shard_bytes(
-        8, 8, codec("fp8", Manifest.load(tmp_path / "a").spec.block_shape).record_bytes
-    )[1]
+def test_resuming_needs_disk_for_what_is_left_alone(tmp_path, monkeypatch):
+    write_random_index(tmp_path, SPEC)
+    stop_after_one_shard(quantize_index, tmp_path, ["fp8"])
+    left = 3 - len(list(Layout(tmp_path).receipts.iterdir()))
+    assert 0 < left < 3
+    size = padded_shard_bytes(4, 4, codec("fp8", SPEC.block_shape).record_bytes)[1]
     monkeypatch.setattr("pipelines.jobs.plan.free_disk", lambda _: left * size - 1)
-    with pytest.raises(
-        UsageError, match=rf"shards? to fp8 needs {human_bytes(left * size)} "
-    ):
-        quantize_index(tmp_path / "a", ["fp8"])
+    with pytest.raises(UsageError, match=f"to fp8 needs {human_bytes(left * size)} "):
+        quantize_index(tmp_path, ["fp8"])
     monkeypatch.setattr("pipelines.jobs.plan.free_disk", lambda _: left * size)
-    assert quantize_index(tmp_path / "a", ["fp8"]).added == ("fp8",)
+    assert quantize_index(tmp_path, ["fp8"]).added == ("fp8",)
 
 
 def test_every_precision_holds_the_records_of_its_codec(tmp_path):

@@ -5,14 +5,12 @@ workers, refused.
 from __future__ import annotations
 
 import json
-import os
+import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -59,12 +57,12 @@ SETTINGS = (
 )
 
 
-def build(folder: Path, model: Path, out: Path, **options: Any) -> None:
+def build(folder, model, out, **options):
     source = folder / "list.jsonl"
     build_index(source, out, model, engine="inline", threads=1, **options)
 
 
-def make_case(folder: Path) -> None:
+def make_case(folder):
     """A tiny model, and an index of features of 33 photos of a coloured half. One photo
     cannot be read, and the last 8 are the split "dev".
     """
@@ -73,11 +71,10 @@ def make_case(folder: Path) -> None:
     for at in range(33):
         colour = list(COLOURS)[at % 4]
         place = list(PLACES)[at // 4 % 4]
-        pixels = (
-            np.random.default_rng(at).integers(90, 130, (48, 48, 3)).astype(np.uint8)
-        )
+        noise = np.random.default_rng(at).integers(90, 130, (48, 48, 3))
+        pixels = noise.astype(np.uint8)
         pixels[PLACES[place]] = COLOURS[colour]
-        path = folder / "photos" / f"{at}.png"
+        path = folder / f"photos/{at}.png"
         Image.fromarray(pixels).save(path)
         if at == 6:
             path.write_bytes(path.read_bytes()[:-2000])
@@ -98,23 +95,21 @@ def case(tmp_path_factory):
     calm = run_here(*with_dev(folder, folder / "calm"))
     assert (calm["steps"], calm["images"], calm["captions"]) == (30, 24, 48)
     assert calm["left_out"] == {"truncated": 1}
-    assert (calm["dev"]["images"]["queries"], calm["dev"]["captions"]["queries"]) == (
-        16,
-        8,
-    )
+    assert calm["dev"]["images"]["queries"] == 16
+    assert calm["dev"]["captions"]["queries"] == 8
     return folder
 
 
-def training(folder: Path, out: Path, *settings: str) -> list[str | Path]:
+def training(folder, out, *settings):
     words = [word for each in (*SETTINGS, *settings) for word in ("--set", each)]
     return ["train", folder / "data.edje", "--out", out, *words]
 
 
-def with_dev(folder: Path, out: Path, *settings: str) -> list[str | Path]:
+def with_dev(folder, out, *settings):
     return [*training(folder, out, *settings), "--dev", folder / "data.edje"]
 
 
-def start(arguments: list[str | Path]) -> subprocess.Popen:
+def start(arguments):
     return subprocess.Popen(
         command(*arguments, "--json"),
         stdout=subprocess.DEVNULL,
@@ -124,7 +119,7 @@ def start(arguments: list[str | Path]) -> subprocess.Popen:
     )
 
 
-def wait_for_steps(process: subprocess.Popen, run_dir: Path, lines: int) -> None:
+def wait_for_steps(process, run_dir, lines):
     """Until the log has `lines` lines."""
     deadline = time.monotonic() + 240
     while len(read_log(run_dir)) < lines:
@@ -133,7 +128,7 @@ def wait_for_steps(process: subprocess.Popen, run_dir: Path, lines: int) -> None
         time.sleep(0.01)
 
 
-def weights(bundle: Path) -> dict[str, str]:
+def weights(bundle):
     return {
         name: record["sha256"]
         for name, record in read_bundle_info(bundle).files.items()
@@ -149,19 +144,14 @@ def test_a_killed_training_resumes_to_the_same_bits(case, tmp_path, lines):
     out = tmp_path / "out"
     process = start(training(case, out))
     wait_for_steps(process, tmp_path / "out.run", lines)
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.communicate()
     assert not out.exists()
-    result = run_here(*training(case, out))
+    assert run_here(*training(case, out))["steps"] == 30
     assert weights(out) == weights(case / "calm")
-    assert result["steps"] == 30
-    positions = [
-        (record["stage"], record["step"]) for record in read_log(tmp_path / "out.run")
-    ]
-    assert positions == [
-        *((0, step) for step in range(1, 5)),
-        *((1, step) for step in range(1, 31)),
-    ]
+    log = read_log(tmp_path / "out.run")
+    assert [record["stage"] for record in log] == [0] * 4 + [1] * 30
+    assert [record["step"] for record in log] == [*range(1, 5), *range(1, 31)]
 
 
 def test_a_finished_training_repeats_its_figures(case, capfd):
@@ -169,26 +159,22 @@ def test_a_finished_training_repeats_its_figures(case, capfd):
     result = run_here(*options)
     assert result["already_finished"]
     assert main([*map(str, options)]) == 0
-    said = capfd.readouterr().out
-    assert "already finished  yes" in said
+    assert "already finished  yes" in capfd.readouterr().out
     assert 0 <= result["dev"]["images"]["held_out_recall"] <= 1
-    error = run_here(*options, "--set", "fitting.dev_pool=7", expect=2)["error"]
-    assert "other settings of the final score" in error
-    error = run_here(*options, "--set", "loop.seed=1", expect=2)["error"]
-    assert "calm exists already" in error
+    for setting, words in (
+        ("fitting.dev_pool=7", "other settings of the final score"),
+        ("loop.seed=1", "calm exists already"),
+    ):
+        assert words in run_here(*options, "--set", setting, expect=2)["error"]
 
 
 def test_other_settings_and_other_captions_in_the_same_folder_are_named(case, tmp_path):
     shutil.copytree(case / "data.edje", tmp_path / "data.edje")
     set_columns(tmp_path / "data.edje", [1], {"captions": [["another caption"]]})
-    changes = ("optimizer.lr=5e-4", "loop.seed=3", "run.workers=2")
-    arguments = training(
-        tmp_path, tmp_path / "out", *changes, f"run.dir={case}/calm.run"
-    )
-    error = run_here(*arguments, expect=2)["error"]
+    changes = ("optimizer.lr=5e-4", "run.workers=2", f"run.dir={case}/calm.run")
+    error = run_here(*training(tmp_path, tmp_path / "out", *changes), expect=2)["error"]
     for words in (
         "optimizer.lr was 0.001, is 0.0005",
-        "loop.seed was 0, is 3",
         "run.workers was 1, is 2",
         "inputs.index was ",
         "run.dir",
@@ -208,30 +194,15 @@ def test_a_run_that_has_made_nothing_takes_other_settings(case):
 
 
 @pytest.mark.parametrize("name", ["start/run.json", "result.json"])
-def test_a_damaged_file_of_the_run_folder_is_named(case, name):
-    path = case / "calm.run" / name
-    sound = path.read_bytes()
-    damages = [
-        sound[: len(sound) // 2],
-        b"",
-        b"\xff" + sound,
-        b"[" * 10**5,
-        b"[]",
-        b"null",
-    ]
+@pytest.mark.parametrize("damage", [b"", b"\xff{}", b"[" * 10**5, b"[]", b"null"])
+def test_a_damaged_file_of_the_run_folder_is_named(case, tmp_path, name, damage):
+    folder = shutil.copytree(case / "calm.run", tmp_path / "run")
+    (folder / name).write_bytes(damage)
     out = case / ("calm" if name == "result.json" else "moved")
-    if name == "result.json":
-        damages.append(sound.replace(b'"images": 24', b'"images": {}'))
-    try:
-        for damaged in damages:
-            assert damaged != sound
-            path.write_bytes(damaged)
-            options = with_dev(case, out, f"run.dir={case}/calm.run")
-            error = run_here(*options, expect=1)["error"]
-            assert error.startswith(f"cannot read {path}: ")
-            assert "restore the file, or " in error
-    finally:
-        path.write_bytes(sound)
+    options = with_dev(case, out, f"run.dir={folder}")
+    error = run_here(*options, expect=1)["error"]
+    assert error.startswith(f"cannot read {folder / name}: ")
+    assert "restore the file, or " in error
 
 
 def test_the_bundle_builds_and_searches(case, tmp_path):
@@ -240,7 +211,6 @@ def test_the_bundle_builds_and_searches(case, tmp_path):
     assert len(hits) == 3
     info = read_bundle_info(case / "calm")
     assert info.trained
-    assert "30 steps of 8 pairs" in info.notes
     assert "48 captions of data.edje" in info.notes
 
 
@@ -263,23 +233,14 @@ def test_a_pooled_similarity_and_another_mining_model(case, tmp_path):
     }
 
 
-@pytest.mark.slow
-def test_features_in_fewer_bits_give_nearly_the_same_loss(case, tmp_path):
-    build(case, case / "features", tmp_path / "data.edje", precisions=["fp8"])
-    result = run_here(*training(tmp_path, tmp_path / "out", "loop.steps=2"))
-    exact = run_here(*training(case, tmp_path / "exact", "loop.steps=2"))
-    assert result["last"]["loss"] != exact["last"]["loss"]
-    assert result["last"]["loss"] == pytest.approx(exact["last"]["loss"], abs=0.02)
-
-
 def test_a_stop_at_the_very_end_leaves_nothing_in_the_way(case, tmp_path, monkeypatch):
     """Between what the run says of its bundle and the bundle itself."""
-    options = training(case, tmp_path / "out", "loop.steps=2")
-
+    out = tmp_path / "out"
+    options = training(case, out, "loop.steps=2")
     rename = Path.rename
 
-    def stop_before_the_bundle_appears(path: Path, target: Path) -> Path:
-        if target == tmp_path / "out":
+    def stop_before_the_bundle_appears(path, target):
+        if target == out:
             raise KeyboardInterrupt
         return rename(path, target)
 
@@ -287,14 +248,11 @@ def test_a_stop_at_the_very_end_leaves_nothing_in_the_way(case, tmp_path, monkey
         stopped.setattr(Path, "rename", stop_before_the_bundle_appears)
         assert "To resume" in run_here(*options, expect=130)["error"]
     assert [path.name for path in tmp_path.iterdir()] == ["out.run"]
-    recorded = json.loads((tmp_path / "out.run" / "result.json").read_text())
+    recorded = json.loads((tmp_path / "out.run/result.json").read_text())
     result = run_here(*options)
-    assert (
-        recorded["fingerprint"]
-        == result["fingerprint"]
-        == read_bundle_info(tmp_path / "out").fingerprint
-    )
     assert not result["already_finished"]
+    fingerprints = {recorded["fingerprint"], result["fingerprint"]}
+    assert fingerprints == {read_bundle_info(out).fingerprint}
 
 
 def test_the_second_phase_continues_the_run_of_its_initial_bundle(case, tmp_path):
@@ -302,23 +260,20 @@ def test_the_second_phase_continues_the_run_of_its_initial_bundle(case, tmp_path
     rate 1e-3.
     """
     settings = ("alignment.steps=0", "loop.steps=1")
-    phase = [*settings, f"inputs.init={case}/calm"]
     preset = ("--preset", "paper-finetune")
-    result = run_here(*training(case, tmp_path / "out", *phase), *preset)
-    assert result["last"]["lr"] == pytest.approx(1e-3 * 0.9**5)
-    assert not {"mlm", "recovery"} & result["last"].keys()
-    shutil.copytree(case / "calm", tmp_path / "copy")
+    phase = training(case, tmp_path / "out", *settings, f"inputs.init={case}/calm")
+    last = run_here(*phase, *preset)["last"]
+    assert last["lr"] == pytest.approx(1e-3 * 0.9**5)
+    assert not {"mlm", "recovery"} & last.keys()
     fresh = [*training(case, tmp_path / "fresh", *settings), *preset]
-    assert (
-        "optimizer.continued needs inputs.init" in run_here(*fresh, expect=2)["error"]
-    )
+    error = run_here(*fresh, expect=2)["error"]
+    assert "optimizer.continued needs inputs.init" in error
+    shutil.copytree(case / "calm", tmp_path / "copy")
     fresh += ["--set", f"inputs.init={tmp_path}/copy"]
     error = run_here(*fresh, expect=2)["error"]
-    assert "copy.run is not the folder of the run that made" in error
-    assert "set optimizer.continued to false" in error
-    assert run_here(*fresh, "--set", "optimizer.continued=false")["last"][
-        "lr"
-    ] == pytest.approx(1e-6)
+    assert "copy.run is not the folder" in error
+    last = run_here(*fresh, "--set", "optimizer.continued=false")["last"]
+    assert last["lr"] == pytest.approx(1e-6)
 
 
 def test_without_dev_captions_the_weights_of_the_initial_bundle_stay(
@@ -353,8 +308,7 @@ def test_dev_images_that_are_trained_on_or_have_other_features_are_refused(
     assert "24 images are in both the training set and the dev set" in error
     build(case, case / "model", tmp_path / "other.edje")
     options[-1] = tmp_path / "other.edje"
-    error = run_here(*options, expect=1)["error"]
-    assert "did not build" in error
+    assert "did not build" in run_here(*options, expect=1)["error"]
     assert not (tmp_path / "out.run").exists()
 
 
@@ -367,7 +321,7 @@ def test_another_kind_of_index_and_an_empty_split_are_refused_at_once(
     assert "reading captions" not in capfd.readouterr().err
     options = training(case, tmp_path / "out", "inputs.split=tst")
     error = run_here(*options, expect=2)["error"]
-    assert error.endswith("of the split 'tst'; its other splits are dev, train")
+    assert error.endswith("'tst'; its other splits are dev, train")
 
 
 @pytest.mark.slow
@@ -421,14 +375,11 @@ def test_two_workers_train_one_model(case, tmp_path):
     assert "To resume" in error
     run_process(*arguments)
     one_log, two_log = (read_log(tmp_path / f"{name}.run") for name in ("one", "two"))
-    assert (
-        [record["step"] for record in two_log]
-        == [record["step"] for record in one_log]
-        == list(range(1, 101))
-    )
-    for one, other in zip(one_log[:10], two_log, strict=False):
-        assert other["itm"] == pytest.approx(one["itm"], abs=1e-4)
-        assert other["recovery"] == pytest.approx(one["recovery"], abs=1e-4)
+    for log in (one_log, two_log):
+        assert [record["step"] for record in log] == [*range(1, 101)]
+    for one, two in zip(one_log[:10], two_log, strict=False):
+        for loss in ("itm", "recovery"):
+            assert two[loss] == pytest.approx(one[loss], abs=1e-4)
     assert not (tmp_path / "two.run" / "ray").exists()
 
 
@@ -461,22 +412,14 @@ def test_trainings_in_one_process_start_ray_anew_also_after_it_was_killed(
         text=True,
     )
     wait_for_steps(process, tmp_path / "out.run", 1)
-    next(
-        child
-        for child in psutil.Process(process.pid).children(recursive=True)
-        if child.name() == "raylet"
-    ).kill()
+    children = psutil.Process(process.pid).children(recursive=True)
+    next(child for child in children if child.name() == "raylet").kill()
     said, error = process.communicate(timeout=480)
     assert process.returncode == 0, error
-    assert [line for line in said.splitlines() if "exit code" in line] == [
-        "exit code 1",
-        "exit code 0",
-        "exit code 0",
+    assert re.findall("exit code .", said) == [
+        *("exit code 1", "exit code 0", "exit code 0")
     ]
-    assert (
-        "error: Ray ended during the run: its raylet process is gone; the last"
-        " checkpoint is kept" in error
-    )
+    assert "its raylet process is gone; the last checkpoint is kept" in error
     assert f"To resume: edje-index {arguments[0]} {arguments[1]}" in error
     assert read_log(tmp_path / "out.run")[-1]["step"] == 60
     assert read_log(tmp_path / "other.run")[-1]["step"] == 2

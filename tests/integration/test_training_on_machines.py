@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from edje_index.training.checkpoints import read_log
 from tests.command_line import command, run_process
-from tests.integration.ray_nodes import RayNodes
 from tests.integration.test_training import make_case, training, wait_for_steps
 
 pytestmark = pytest.mark.slow
@@ -34,12 +32,12 @@ def nodes(cluster):
     cluster.remove_all()
 
 
-def arguments(folder: Path, out: Path) -> list[str | Path]:
+def arguments(folder, out):
     settings = ("alignment.steps=0", f"loop.steps={STEPS}", "run.workers=2")
     return training(folder, out, *settings)
 
 
-def start(case: Path, out: Path, nodes: RayNodes) -> subprocess.Popen:
+def start(case, out, nodes):
     arguments_on_nodes = [
         *arguments(case, out),
         "--set",
@@ -55,7 +53,7 @@ def start(case: Path, out: Path, nodes: RayNodes) -> subprocess.Popen:
     )
 
 
-def check_losses(case: Path, out: Path) -> None:
+def check_losses(case, out):
     local, several = (
         read_log(folder.with_suffix(".run")) for folder in (case / "local", out)
     )
