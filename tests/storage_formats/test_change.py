@@ -230,12 +230,12 @@ def test_trouble_after_the_commit_is_told_and_the_next_change_ends_it(
     root, _ = index
     real = change.remove_build
 
-    def fail(*arguments: object) -> None:
+    def fail(*arguments):
         if Manifest.load(root).snapshot.number:
             raise OSError(5, "Input/output error")
         real(*arguments)
 
-    def delete_nothing() -> None:
+    def delete_nothing():
         with begin_change(root, "delete") as begun:
             manifest = begun.new_snapshot(begun.index.manifest, {"rows": 0})
             begun.commit(manifest)

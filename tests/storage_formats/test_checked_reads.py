@@ -80,17 +80,6 @@ def test_every_engine_checks_blocks_and_records(index, whole, precision, engine)
         assert same_bits(store.fetch(sound), whole[precision][sound])
 
 
-@pytest.mark.parametrize("harm", ["missing", "short"])
-def test_lost_checksums_are_an_error_of_checked_reads(index, whole, harm):
-    path = Layout(index).checksums("fp8", 1)
-    path.unlink() if harm == "missing" else os.truncate(path, 8)
-    store = TokenStore.open(index, "fp8")
-    assert same_bits(store.fetch([3]), whole["fp8"][[3]])
-    with pytest.raises(CorruptIndexError, match=r"00000001.crc32c") as raised:
-        store.fetch([3, 70])
-    assert raised.value.remedy == "verify"
-
-
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("size", [1, 7, 8, 63, 64, 65, 200, 13_824])
 def test_memory_is_copied_and_checked(compiled, size, monkeypatch):

@@ -13,7 +13,7 @@ from storage_formats import codec
 BF16 = ml_dtypes.bfloat16
 
 
-def tokens() -> np.ndarray:
+def tokens():
     """Gaussian tokens of magnitudes 2 ** -40 to 2 ** 40, with zeros, equal groups
     and outliers: bf16 [100, 8, 384].
     """

@@ -23,11 +23,11 @@ GROUPED = {"fp8": 32, "mxfp4": 32, "nvfp4": 16}
 COMPILED = [name for name in precisions() if name != "bf16"]
 
 
-def assert_encodes_alike(entry, blocks: np.ndarray) -> None:
+def assert_encodes_alike(entry, blocks):
     np.testing.assert_array_equal(entry.encode(blocks), reference.encode(entry, blocks))
 
 
-def assert_decodes_alike(entry, records: np.ndarray) -> None:
+def assert_decodes_alike(entry, records):
     assert same_bits(entry.decode(records), reference.decode(entry, records))
 
 
@@ -58,7 +58,7 @@ def test_encodes_every_number_as_the_largest_of_its_group(name):
     assert_encodes_alike(entry, blocks.reshape(-1, 64, 32).view(BF16))
 
 
-def groups_of_every_number(largest: np.ndarray, group: int) -> np.ndarray:
+def groups_of_every_number(largest, group):
     """For each magnitude (bits, [k]), groups that start with it, of all bfloat16 up
     to it: uint16 [k, n, group].
     """

@@ -86,11 +86,7 @@ MAY = datetime.datetime(2026, 5, 1, tzinfo=datetime.UTC)
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        (
-            pa.table({"width": pa.array([3, 4], pa.int64()), "uri": ["a", "b"]}),
-            {"width": [3, 4]},
-        ),
-        (pa.record_batch({"uri": ["a", "b"], "size": [3, 4]}), {"size": [3, 4]}),
+        (pa.record_batch({"width": [3, 4], "uri": ["a", "b"]}), {"width": [3, 4]}),
         (
             pandas.DataFrame(
                 {
@@ -106,17 +102,10 @@ MAY = datetime.datetime(2026, 5, 1, tzinfo=datetime.UTC)
         (
             {
                 "uri": ["a", "b"],
-                "number": pa.array([7, None]),
                 "texts": pa.chunked_array([[["x", "y"]], [None]]),
                 "taken": np.array(["2026-05-01", "NaT"], "M8[ns]"),
-                "series": pandas.to_datetime(pandas.Series(["2026-05-01", None])),
             },
-            {
-                "number": [7, None],
-                "texts": [["x", "y"], None],
-                "taken": [MAY, None],
-                "series": [MAY, None],
-            },
+            {"texts": [["x", "y"], None], "taken": [MAY, None]},
         ),
         # names that the index uses get a prefix
         (
@@ -151,7 +140,6 @@ def test_columns_of_rows(tmp_path, rows, expected):
             ({"uri": ["a", "b"], "taken": [moment] * 2}, "taken of rows cannot")
             for moment in (
                 datetime.datetime.fromisoformat("9999-12-31T23:00-05:00"),
-                datetime.datetime.fromisoformat("0001-01-01T00:00+05:00"),
                 np.datetime64("10000-01-01"),
                 pa.scalar(253402300800, pa.timestamp("s")),
             )
@@ -178,12 +166,10 @@ BLOCKS, EMBEDDINGS = arrays(2)
     ("blocks", "embeddings", "message"),
     [
         (BLOCKS[:, :3], EMBEDDINGS, r"\[k, 4, 16\], got \w+ \[2, 3, 16\]"),
-        (BLOCKS[0], EMBEDDINGS, "blocks must be"),
         (BLOCKS, EMBEDDINGS[:1], r"of 2 blocks .* \[2, 8\], got \w+ \[1, 8\]"),
         (BLOCKS.astype(np.float64), EMBEDDINGS, "blocks .* got float64"),
         (BLOCKS, EMBEDDINGS.astype(np.int32), "embeddings .* got int32"),
         (changed(BLOCKS, (1, 0, 3), np.nan), EMBEDDINGS, "block of row 1 .* NaN"),
-        (changed(BLOCKS, (0, 3, 1), -np.inf), EMBEDDINGS, "block of row 0 has"),
         (changed(BLOCKS, (1, 3, 1), 3.4e38), EMBEDDINGS, "too large for bfloat16"),
         (BLOCKS, changed(EMBEDDINGS, (1, 1), np.inf), "embedding of row 1"),
         (BLOCKS, changed(EMBEDDINGS, 1, 0), "embedding of row 1 is zero"),
@@ -293,34 +279,41 @@ def test_an_append_that_fails_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("values", "more", "change"),
+    [
+        ([1.5, 2], ["unknown", "2020"], "float64, .* string"),
+        ([True, False], [1, 2], "bool, .* string"),
+        ([MAY, MAY], ["2026", "x"], "timestamp, .* it"),
+        ([1, 2], [["x"], ["y"]], "int64, .* list<string>"),
+        ([1, 2], [1.5, 1 << 60], "int64, .* string"),
+    ],
+)
+def test_an_append_that_would_change_the_type_of_a_column_is_refused(
+    tmp_path, values, more, change
+):
+    root = tmp_path / "index"
+    write_arrays(root, *arrays(2), {"x": values}, **SHAPE)
+    with (
+        pytest.raises(UsageError, match=f"the column x .* type {change}"),
+        IndexWriter.open(root) as writer,
+    ):
+        writer.append(*arrays(2), {"x": more})
+
+
+@pytest.mark.parametrize(
     ("values", "more", "expected"),
     [
-        ([1.5, 2], ["unknown", "2020"], "float64, .* to string"),
-        ([1, 2], ["unknown", None], "int64, .* to string"),
-        ([True, False], [1, 2], "bool, .* to string"),
-        ([MAY, MAY], ["2026", "x"], "timestamp, .* it"),
-        ([1, 2], [["x"], ["y"]], "int64, .* to list<string>"),
-        ([1, 2], [1.5, 1 << 60], "int64, .* to string"),
         ([1, 2], [1.5, None], [1, 2, 1.5, None]),
         (["a", "b"], [["c", "d"], None], [["a"], ["b"], ["c", "d"], None]),
         (["a", None], [None, None], ["a", None, None, None]),
     ],
 )
-def test_an_append_keeps_the_types_of_columns(tmp_path, values, more, expected):
+def test_an_append_may_widen_a_column(tmp_path, values, more, expected):
     root = tmp_path / "index"
     write_arrays(root, *arrays(2), {"x": values}, **SHAPE)
-    before = all_files(root)
     with IndexWriter.open(root) as writer:
-        if isinstance(expected, list):
-            writer.append(*arrays(2), {"x": more})
-        else:
-            with pytest.raises(UsageError, match=f"the column x .* type {expected}"):
-                writer.append(*arrays(2), {"x": more})
-            writer.abort()
-    if isinstance(expected, list):
-        assert read_rows(root)["x"].to_pylist() == expected
-    else:
-        assert all_files(root) == before
+        writer.append(*arrays(2), {"x": more})
+    assert read_rows(root)["x"].to_pylist() == expected
 
 
 def test_the_values_of_all_appends_count_for_the_type(tmp_path):
@@ -363,6 +356,7 @@ def test_paths_that_are_in_use(tmp_path):
 
 def test_a_failed_write_is_tried_again(tmp_path, monkeypatch):
     blocks, embeddings = arrays(12)
+    root = tmp_path / "index"
     commit = ShardWriter.commit
 
     def fail_once(self, *arguments):
@@ -370,15 +364,13 @@ def test_a_failed_write_is_tried_again(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(ShardWriter, "commit", fail_once)
-    with IndexWriter.create(tmp_path / "index", **SHAPE) as writer:
+    with IndexWriter.create(root, **SHAPE) as writer:
         with pytest.raises(OSError, match="No space"):
             writer.append(blocks, embeddings)
         writer.append(blocks[len(writer) :], embeddings[len(writer) :])
-    assert verify_index(tmp_path / "index") == []
-    assert same_bits(
-        TokenStore.open(tmp_path / "index").fetch(range(12)),
-        blocks.astype(ml_dtypes.bfloat16),
-    )
+    assert verify_index(root) == []
+    stored = TokenStore.open(root).fetch(range(12))
+    assert same_bits(stored, blocks.astype(ml_dtypes.bfloat16))
 
 
 ENDLESS = """
@@ -450,12 +442,11 @@ def test_a_killed_append_keeps_the_index(tmp_path, shards):
 
 
 def test_memory_is_bounded_by_a_shard(tmp_path):
-    """80 shards of 1 MB each, written by a process whose peak grows by far less."""
+    """40 shards of 1 MB each, written by a process whose peak grows by far less."""
     script = """
 import resource, sys
 import numpy as np
 from storage_formats import IndexWriter
-from storage_formats.format.manifest import CommittedIndex
 
 blocks = np.ones((256, 32, 64), dtype=np.float32)
 writer = IndexWriter.create(
@@ -463,17 +454,14 @@ writer = IndexWriter.create(
 )
 with writer:
     peaks = []
-    for _ in range(80):
+    for _ in range(40):
         writer.append(blocks, blocks[:, 0, :8])
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 print(peaks[-1] - peaks[10])
 """
     command = [sys.executable, "-c", script, str(tmp_path / "index")]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, check=True
-    )
     # KiB
-    assert int(done.stdout) < 20 * 1024
+    assert int(subprocess.check_output(command, env=environment())) < 10 * 1024
 
 
 @pytest.mark.parametrize(
@@ -485,7 +473,6 @@ print(peaks[-1] - peaks[10])
         ("block_shape", (4.0, 16), "block_shape must be an integer"),
         ("block_shape", None, "block_shape must be a sequence"),
         ("block_shape", (0, 16), None),
-        ("embed_dim", 0, None),
         ("embed_dim", 8.5, "embed_dim must be an integer"),
         ("shard_size", True, "shard_size must be an integer"),
         ("precisions", "bf16", "precisions must be a sequence"),

@@ -69,20 +69,6 @@ def own(server, built, tmp_path):
     return root, url
 
 
-@pytest.mark.parametrize("precision", SPEC.precisions)
-def test_blocks_equal_those_of_a_local_fetch(stored, whole, precision):
-    row_ids = np.random.default_rng(1).integers(0, SPEC.rows, 500)
-    with (
-        TokenStore.open(URL, precision) as remote,
-        TokenStore.open(stored[0], precision) as local,
-    ):
-        assert same_bits(remote.fetch(row_ids), whole[precision][row_ids])
-        assert same_bits(remote.fetch(range(SPEC.rows)), whole[precision])
-        assert (remote.fetch_records(row_ids) == local.fetch_records(row_ids)).all()
-        assert same_bits(next(remote.iter_fetch([row_ids])), whole[precision][row_ids])
-        assert len(remote.fetch([])) == 0
-
-
 def test_an_index_opens_by_plain_http(built, server, whole):
     copy_index(built[0], "s3://public/photos.edje")
     with TokenStore.open(f"{server}/public/photos.edje") as store:
@@ -213,7 +199,7 @@ def test_a_reader_of_a_dropped_precision_is_told_to_open_the_index_again(own):
             store.refresh()
 
 
-def overwrite(url: str, key: str, data: bytes) -> None:
+def overwrite(url, key, data):
     ObjectFolder.open(url).put(key, lambda: [data], length=len(data), metadata={})
 
 

@@ -5,13 +5,14 @@ each, and no wrong row is read.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from edje_index.search.rows import IndexRows
 from pipelines import delete_rows
 from storage_formats import (
     EdjeError,
@@ -28,7 +29,7 @@ from tests.conftest import write_random_index
 SPEC = IndexSpec(21, 4, (4, 16), 6, precisions=("bf16", "fp8"))
 
 
-def damage(path: Path, rng: random.Random) -> str:
+def damage(path, rng):
     """Damage a file in one of seven ways. Return the way."""
     data = path.read_bytes()
     at, stop = sorted(rng.choices(range(len(data) + 1), k=2))
@@ -43,31 +44,41 @@ def damage(path: Path, rng: random.Random) -> str:
         "missing": None,
     }
     way = rng.choice([name for name, damaged in ways.items() if damaged != data])
-    if (damaged := ways[way]) is None:
-        path.unlink()
-    else:
-        path.write_bytes(damaged)
+    path.unlink()
+    if way != "missing":
+        path.write_bytes(ways[way])
     return way
 
 
-def read(root: Path) -> list[object]:
+def tokens(root, name, row):
+    with TokenStore.open(root, name) as store:
+        return store.fetch([row]).tobytes()
+
+
+def described(root):
+    return IndexRows(CommittedIndex.open(root)).described(np.array([9]), ["status"])
+
+
+READERS = [
+    *(
+        functools.partial(tokens, name=name, row=row)
+        for name in SPEC.precisions
+        for row in (9, 17, 20)
+    ),
+    lambda root: read_embeddings(CommittedIndex.open(root), [9, 17]).tobytes(),
+    lambda root: read_rows(root).to_pylist(),
+    described,
+]
+
+
+def read(root):
     """What readers get of each kind of file. An error takes the place of what is
     damaged.
     """
-    seen: list[object] = []
-    for name in SPEC.precisions:
-        for row in (9, 17, 20):
-            try:
-                with TokenStore.open(root, name) as store:
-                    seen.append(store.fetch([row]).view(np.uint16).tobytes())
-            except EdjeError as error:
-                seen.append(error)
-    for get in (
-        lambda index: read_embeddings(index, np.array([9, 17])).tobytes(),
-        lambda _: read_rows(root).to_pylist(),
-    ):
+    seen = []
+    for reader in READERS:
         try:
-            seen.append(get(CommittedIndex.open(root)))
+            seen.append(reader(root))
         except EdjeError as error:
             seen.append(error)
     return seen

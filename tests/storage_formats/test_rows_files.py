@@ -199,24 +199,6 @@ def test_two_writers_give_the_same_bytes(tmp_path):
     assert files[0] == files[1]
 
 
-@pytest.mark.parametrize("damage", ["missing", "shorter", "flipped"])
-def test_a_damaged_file_is_reported(root, damage):
-    path = rows_path(root)
-    data = bytearray(path.read_bytes())
-    if damage == "missing":
-        path.unlink()
-    elif damage == "shorter":
-        path.write_bytes(data[:-100])
-    else:
-        data[200] ^= 1
-        path.write_bytes(data)
-    with pytest.raises(CorruptIndexError, match=path.name):
-        IndexRows(CommittedIndex.open(root)).described(np.array([3]))
-    with pytest.raises(CorruptIndexError, match=path.name):
-        read_rows(root, [3])
-    assert [problem.path for problem in verify_index(root)] == [f"rows/{path.name}"]
-
-
 def commit_rows(root, table):
     """Make `table` the only rows file of an index."""
     layout = Directory(root)

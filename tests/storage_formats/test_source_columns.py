@@ -64,14 +64,14 @@ PLAIN = st.one_of(
 )
 
 
-def column_of(values: list, name: str = "v") -> SourceColumn:
+def column_of(values, name="v"):
     present = [value for value in values if value is not None]
     return SourceColumn(
         name, tuple(sorted({kind_of(value) for value in present})), len(present)
     )
 
 
-def original_text(value: object) -> str:
+def original_text(value):
     """The value as its source wrote it, made without the code under test."""
     if isinstance(value, datetime.datetime):
         return value.isoformat()

@@ -37,7 +37,7 @@ def copy(sound, tmp_path):
     return tmp_path / "index"
 
 
-def codes(root) -> set[tuple[str, str]]:
+def codes(root):
     return {(problem.path, problem.code) for problem in verify_index(root)}
 
 
