@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -13,7 +12,7 @@ import pytest
 from pipelines import quantize_index
 from storage_formats import Manifest, UsageError, codec, precisions
 from storage_formats.codecs import kernel_compiler
-from tests.conftest import REPO, same_bits, write_arrays
+from tests.conftest import environment, same_bits, write_arrays
 
 
 def gaussian(count, shape, scale=1.0):
@@ -87,9 +86,7 @@ def test_a_kernel_that_cannot_be_cached_is_compiled():
     assert numbers[0] == 7
 
 
-def test_a_later_process_compiles_no_kernel():
-    """The key of Numba's cache must not depend on the process."""
-    script = """
+USE_ALL = """
 import ml_dtypes
 import numpy as np
 from storage_formats import codec, precisions
@@ -98,14 +95,17 @@ for name in precisions():
     entry = codec(name, (2, 64))
     entry.decode(entry.encode(blocks))
 """
-    environment = {**os.environ, "NUMBA_DEBUG_CACHE": "1", "PYTHONPATH": str(REPO)}
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+
+
+def test_a_later_process_compiles_no_kernel():
+    """The key of Numba's cache must not depend on the process."""
+    exec(USE_ALL, {})
+    done = subprocess.run(
+        [sys.executable, "-c", USE_ALL],
+        env={**environment(), "NUMBA_DEBUG_CACHE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert "data loaded" in done.stdout
     assert "saved" not in done.stdout

@@ -90,7 +90,7 @@ def test_a_signal_is_heard_while_the_last_use_of_lent_memory_ends():
 
     earlier = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        for _ in range(3):
+        for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 use_memory()
     finally:

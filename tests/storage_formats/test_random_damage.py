@@ -24,7 +24,7 @@ from storage_formats import (
 )
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
-from tests.conftest import write_random_index
+from tests.conftest import all_files, write_random_index
 
 SPEC = IndexSpec(21, 4, (4, 16), 6, precisions=("bf16", "fp8"))
 
@@ -84,7 +84,7 @@ def read(root):
     return seen
 
 
-@pytest.mark.parametrize("damages", [40, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("damages", [30, pytest.param(500, marks=pytest.mark.slow)])
 def test_random_damages_are_found_and_give_no_wrong_row(tmp_path, damages):
     sound = tmp_path / "sound"
     copy = tmp_path / "copy"
@@ -92,25 +92,22 @@ def test_random_damages_are_found_and_give_no_wrong_row(tmp_path, damages):
     delete_rows(sound, rows=[1], erase=True)
     delete_rows(sound, rows=[2])
     right = read(sound)
-    # the lock has no content
-    files = sorted(
-        path for path in sound.rglob("*") if path.is_file() and path.name != "lock"
-    )
-    rng = random.Random(1)
     assert not any(isinstance(each, Exception) for each in right)
+    # the lock has no content
+    files = [path for path in sorted(all_files(sound)) if path.name != "lock"]
+    rng = random.Random(1)
     refused = 0
     for number in range(damages):
         shutil.copytree(sound, copy)
-        where = rng.choice(files).relative_to(sound)
+        where = rng.choice(files)
         way = f"damage {number}, {damage(copy / where, rng)} of {where}"
         # there is no index
         with contextlib.suppress(*[UsageError] if where.name == "index.json" else []):
             assert verify_index(copy), f"{way} was not found"
-        seen = read(copy)
-        assert all(
-            got == wanted or isinstance(got, EdjeError)
-            for got, wanted in zip(seen, right, strict=True)
-        ), way
-        refused += any(isinstance(each, EdjeError) for each in seen)
+        errors = 0
+        for got, wanted in zip(read(copy), right, strict=True):
+            errors += isinstance(got, EdjeError)
+            assert got == wanted or isinstance(got, EdjeError), way
+        refused += errors > 0
         shutil.rmtree(copy)
     assert refused > damages / 4, "readers met few of the damages"

@@ -194,11 +194,6 @@ def test_row_groups_in_memory_take_no_more_than_they_are_counted_for(
     assert len(rows._cached[0]) < 5
 
 
-def test_two_writers_give_the_same_bytes(tmp_path):
-    files = [Manifest.load(write_index(tmp_path / name)).rows_files for name in "ab"]
-    assert files[0] == files[1]
-
-
 def commit_rows(root, table):
     """Make `table` the only rows file of an index."""
     layout = Directory(root)
