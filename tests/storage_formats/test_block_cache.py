@@ -8,7 +8,6 @@ import errno
 import itertools
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -140,23 +139,26 @@ def test_a_block_of_zeros_is_never_taken_from_a_hole(proxy, stored, tmp_path, se
 
 @slow
 def test_a_full_disk_and_lost_rights_are_no_errors(proxy, whole, tmp_path, monkeypatch):
-    def full(*_):
+    def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     row_ids = np.arange(0, SPEC.rows, 7)
-    # until the store, whose threads write, is closed
-    with monkeypatch.context() as patch, TokenStore.open(URL) as store:
+
+    def fetch_twice():
+        # the threads of a store write until it is closed
+        with TokenStore.open(URL) as store:
+            for _ in range(2):
+                assert same_bits(store.fetch(row_ids), whole["bf16"][row_ids])
+
+    with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        for _ in range(2):
-            assert same_bits(store.fetch(row_ids), whole["bf16"][row_ids])
+        fetch_twice()
     monkeypatch.setattr(block_cache, "_FREE_BYTES", 1 << 60)
-    with TokenStore.open(URL) as store:
-        assert same_bits(store.fetch(row_ids), whole["bf16"][row_ids])
+    fetch_twice()
     assert sum(path.stat().st_size for path in cached_paths(tmp_path)) == 0
     shutil.rmtree(tmp_path / "cache/blocks")
     (tmp_path / "cache/blocks").write_text("not a directory")
-    with TokenStore.open(URL) as store:
-        assert same_bits(store.fetch(row_ids), whole["bf16"][row_ids])
+    fetch_twice()
 
 
 _READER = """
@@ -172,24 +174,6 @@ with TokenStore.open("s3://bucket/larger.edje") as store:
 """
 
 
-def start_reader(tmp_path, seed, fetches):
-    arguments = [
-        sys.executable,
-        "-c",
-        _READER,
-        str(tmp_path / "expected.npy"),
-        str(seed),
-        str(fetches),
-    ]
-    return subprocess.Popen(
-        arguments,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @slow
 def test_processes_share_a_tiny_cache_and_killed_writers_do_no_harm(
     proxy, tmp_path, monkeypatch
@@ -197,16 +181,29 @@ def test_processes_share_a_tiny_cache_and_killed_writers_do_no_harm(
     blocks = larger_index(tmp_path)
     np.save(tmp_path / "expected.npy", blocks.view(np.uint16))
     monkeypatch.setenv("EDJE_CACHE_BYTES", LESS)
-    readers = [start_reader(tmp_path, seed, 60) for seed in (1, 2)]
-    killed = [start_reader(tmp_path, seed, 1 << 30) for seed in (3, 4)]
+
+    def start(seed, fetches):
+        arguments = (str(tmp_path / "expected.npy"), str(seed), str(fetches))
+        return subprocess.Popen(
+            [sys.executable, "-c", _READER, *arguments],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    readers = [start(seed, 60) for seed in (1, 2)]
+    killed = [start(seed, 1 << 30) for seed in (3, 4)]
     for number, process in enumerate(killed):
         assert process.stdout.readline() == "ready\n"
         time.sleep(0.1 + 0.1 * number)
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.communicate()
     for process in readers:
         _, error = process.communicate(timeout=120)
         assert (process.returncode, error) == (0, "")
+    used = sum(path.stat().st_blocks * 512 for path in cached_paths(tmp_path))
+    assert 0 < used <= int(LESS)
     with TokenStore.open(LARGER) as store:
         assert same_bits(store.fetch(range(len(blocks))), blocks)
 
@@ -217,13 +214,10 @@ def test_the_files_used_last_stay(tmp_path, monkeypatch):
     data = memoryview(os.urandom(50_000))
     for shard in range(16):
         cache.write(shard, 0, data)
-        for path in cached_paths(tmp_path):
-            if path.name == str(shard):
-                os.utime(path, (time.time() - 1000 + shard,) * 2)
     # the file that was written first was used last
     for path in cached_paths(tmp_path):
-        if path.name == "0":
-            os.utime(path)
+        if path.name != "0":
+            os.utime(path, (time.time() - 1000 + int(path.name),) * 2)
     for shard in range(16, 26):
         cache.write(shard, 0, data)
     paths = cached_paths(tmp_path)
