@@ -47,13 +47,7 @@ def use_all(folder):
             )
 
 
-def failing(
-    monkeypatch,
-    module,
-    name,
-    number,
-    applies=lambda *_: True,
-):
+def failing(monkeypatch, module, name, number, applies=lambda *_: True):
     """Let `module.name` fail with the error `number` where `applies` is true. Return a
     list that gets an item per failure.
     """
