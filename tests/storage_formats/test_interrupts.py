@@ -61,7 +61,7 @@ def test_interrupted_fetches(tmp_path, engine, precision, count, shots):
     """In a process of its own, which a crash or a hang does not harm."""
     if engine not in ALL:
         pytest.skip(f"no {engine} here")
-    spec = replace(SPEC, block_shape=(64, 384), precisions=(precision,))
+    spec = replace(SPEC, rows=150, block_shape=(64, 384), precisions=(precision,))
     write_random_index(tmp_path, spec)
     arguments = [str(tmp_path), precision, engine, str(count), str(shots)]
     done = subprocess.run(
