@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -57,7 +56,7 @@ def indexes(tmp_path_factory):
     return folder
 
 
-def view(location: str | Path) -> tuple[list[int], bytes] | None:
+def view(location):
     """What readers see: the row ids and the tokens. None if there is no index."""
     try:
         with TokenStore.open(location) as store:
@@ -81,7 +80,7 @@ def test_every_request_of_a_copy_meets_every_fault(
     counts: Counter[str] = Counter()
     with s3_server() as server, FaultyProxy(server).running() as proxy:
 
-        def copy_with(fault: str, at: int, name: str) -> tuple[int, str | None]:
+        def copy_with(fault, at, name):
             """Copy to a new URL. Return the number of requests of the copy, and its
             error.
             """
@@ -94,7 +93,7 @@ def test_every_request_of_a_copy_meets_every_fault(
             first = len(proxy.requests)
             error = None
 
-            def decide(method: str, path: str) -> str | None:
+            def decide(method, path):
                 number = len(proxy.requests) - first
                 if number > at and "cut" in fault:
                     return "reset"

@@ -4,6 +4,7 @@ much memory ends only the child.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -16,6 +17,8 @@ SECONDS = 60
 
 def in_child(load: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
     """What `load` returns in a child process, or how the process ended."""
+    # a collection in the child would copy all memory of this process
+    gc.freeze()
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:

@@ -2,9 +2,9 @@
 bundle|checkpoint PATH ...`.
 
 Importing torch and its companions takes more than 1 GB of address space by itself. Each
-path is therefore loaded in a child of a process that has imported them, and the child
-may take 1 GB more. Prints a line of JSON for each path: the outcome of each way to load
-it, or the signal that ended the child.
+path is therefore loaded in a child of a process that has loaded the first model of each
+kind, and the child may take 1 GB more. Prints a line of JSON for each path: the outcome
+of each way to load it, or the signal that ended the child.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ from edje_index import load_published_checkpoint, read_bundle_info
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.indexing.image_encoder import ImageEncoder
-
-# the parent imports open_clip and transformers
-from edje_index.models import joint_encoder, text_tower  # noqa: F401
 from edje_index.search.search_model import SearchModel
 from tests.hostile.child import in_child
 
@@ -68,8 +65,11 @@ def limited(load: Callable[[Path], dict[str, str]], path: Path) -> dict[str, str
 
 
 if __name__ == "__main__":
+    loaders = {"bundle": load_bundle, "checkpoint": load_checkpoint}
     for kind, argument in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
-        loader = {"bundle": load_bundle, "checkpoint": load_checkpoint}[kind]
+        if kind in loaders:
+            loader = loaders.pop(kind)
+            loader(Path(argument))
         print(
             json.dumps(in_child(partial(limited, loader), Path(argument))), flush=True
         )

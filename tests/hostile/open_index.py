@@ -1,9 +1,10 @@
 """Opens indexes in every way, within limited memory: `python -m
-tests.hostile.open_index`.
+tests.hostile.open_index SOUND`.
 
-Reads the path of one index per line. Opens the index in a child of this process, which
-has imported everything, and prints a line of JSON: the outcome of each way to open the
-index, or how the child ended.
+Reads the path of one index per line. Opens the index in a child of this process, and
+prints a line of JSON: the outcome of each way to open the index, or how the child
+ended. This process opens the index SOUND first, so that no child has to import or
+compile anything.
 """
 
 from __future__ import annotations
@@ -14,10 +15,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-# imported before the fork, so that no child has to
-import faiss  # noqa: F401
-import zarr  # noqa: F401
 
 from edje_index.indexing.faiss_index import AnnIndex
 from storage_formats import EdjeError, Manifest, TokenStore, read_rows, verify_index
@@ -58,5 +55,6 @@ def open_index(root: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+    open_index(Path(sys.argv[1]))
     for line in sys.stdin:
         print(json.dumps(in_child(open_index, Path(line.rstrip("\n")))), flush=True)

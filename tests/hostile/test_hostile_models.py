@@ -12,7 +12,6 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,6 @@ class EvilConfig(BertConfig): pass
 """
 
 
-Edit = Callable[[Path], object]
 VISION = "vision/open_clip_config.json"
 JOINT = "joint/config.json"
 AUTO_MAP = {
@@ -47,7 +45,7 @@ TEXT_TOWER = {"hf_model_name": "evil/text"}
 WRAPPED = {"model_type": "timm_wrapper", "architecture": "hf-hub:evil/tower"}
 
 
-def change(file: Path, *keys: str, **values: object) -> None:
+def change(file, *keys, **values):
     """Set entries of the JSON object below `keys` in a file, which is created if it
     is missing.
     """
@@ -60,17 +58,17 @@ def change(file: Path, *keys: str, **values: object) -> None:
     file.write_text(json.dumps(content))
 
 
-def sized(name: str, *keys: str, **values: object) -> Edit:
+def sized(name, *keys, **values):
     return lambda bundle: change(bundle / name, *keys, **values)
 
 
-def add_code(folder: Path) -> None:
+def add_code(folder):
     (folder / "evil.py").write_text(
         EVIL.format(marker=str(folder.parents[1] / "marker"))
     )
 
 
-def remote_tokenizer(bundle: Path) -> None:
+def remote_tokenizer(bundle):
     """The text tower's tokenizer is a Python file of the bundle, and the bundle
     says to trust it.
     """
@@ -80,12 +78,12 @@ def remote_tokenizer(bundle: Path) -> None:
     add_code(bundle / "vision")
 
 
-def text_tower_that_wraps_a_hub_model(bundle: Path) -> None:
+def text_tower_that_wraps_a_hub_model(bundle):
     change(bundle / VISION, "model_cfg", "text_cfg", **TEXT_TOWER)
     change(bundle / "vision/hf_text/config.json", **WRAPPED)
 
 
-CODE: dict[str, tuple[Edit, str]] = {
+CODE = {
     "remote tokenizer": (remote_tokenizer, "names code ('auto_map'"),
     "trusting options": (
         sized(VISION, "model_cfg", "text_cfg", **TRUSTING),
@@ -121,7 +119,7 @@ BUNDLE = ("bundle",)
 ENCODER = ("bundle", "encoder")
 INFO = info.INFO_FILE
 VISION_CFG = ("model_cfg", "vision_cfg")
-SIZES: dict[str, tuple[Edit, tuple[str, ...], str]] = {
+SIZES = {
     "wide adapter": (sized(INFO, "adapter", hidden_dim=10**9), ENCODER, TOO_LARGE),
     "adapter of many tokens": (
         sized(INFO, "adapter", num_tokens=10**12),
@@ -156,12 +154,12 @@ messages.
 """
 
 
-def replaced(name: str, make: Edit) -> Edit:
+def replaced(name, make):
     """Remove a file, and call `make` with its path."""
     return lambda bundle: ((bundle / name).unlink(), make(bundle / name))
 
 
-def weights(header: bytes, length: int | None = None) -> Edit:
+def weights(header, length=None):
     """Replace the weights of the adapter by a header, which claims to have `length`
     bytes.
     """
@@ -173,7 +171,7 @@ def weights(header: bytes, length: int | None = None) -> Edit:
 
 
 LARGE_TENSOR = {"query": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
-FILES: dict[str, tuple[Edit, tuple[str, ...], str]] = {
+FILES = {
     "FIFO for weights": (
         replaced("adapter.safetensors", os.mkfifo),
         ALL,
@@ -221,7 +219,7 @@ FILES: dict[str, tuple[Edit, tuple[str, ...], str]] = {
 }
 
 
-def sign(bundle: Path) -> None:
+def sign(bundle):
     """Write the hashes of the files as they are now: the author of a bundle does so
     too.
     """
@@ -244,19 +242,19 @@ WORDS = "language_model.bert.embeddings.word_embeddings.weight"
 class Code:
     """Unpickling this makes a directory."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self._path = path
 
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+    def __reduce__(self):
         return os.mkdir, (str(self._path),)
 
 
-def with_tensor(name: str, *shape: int) -> Edit:
+def with_tensor(name, *shape):
     """Replace a tensor by one of `shape`. The file stores a single element of the
     new tensor.
     """
 
-    def edit(path: Path) -> None:
+    def edit(path):
         content = torch.load(path, weights_only=True)
         content["model"][name] = torch.zeros(()).expand(shape)
         torch.save(content, path)
@@ -264,11 +262,11 @@ def with_tensor(name: str, *shape: int) -> Edit:
     return edit
 
 
-def with_code(path: Path) -> dict[str, object]:
+def with_code(path):
     return {"model": {}, "config": Code(path.parent / "marker")}
 
 
-def not_finite(path: Path) -> None:
+def not_finite(path):
     content = torch.load(path, weights_only=True)
     content["model"]["text_projection.bias"][0] = float("nan")
     torch.save(content, path)
@@ -276,7 +274,7 @@ def not_finite(path: Path) -> None:
 
 REFUSED = "refused to read"
 DEEP_LISTS = b"\x80\x02" + b"]" * 10**5 + b"a" * (10**5 - 1) + b"."
-CHECKPOINTS: dict[str, tuple[Edit, str]] = {
+CHECKPOINTS = {
     "code": (lambda path: torch.save(with_code(path), path), REFUSED),
     "code in a plain pickle": (
         lambda path: path.write_bytes(pickle.dumps(with_code(path))),
@@ -311,27 +309,8 @@ CHECKPOINTS: dict[str, tuple[Edit, str]] = {
 """An edit of a checkpoint, and a part of the message that refuses it."""
 
 
-def test_hostile_bundles_and_checkpoints_are_refused_in_one_line(tiny_bundle, tmp_path):
-    """One test, because one process loads them all."""
-    folder = tmp_path
-    bundles = {name: edit for name, (edit, *_) in {**CODE, **SIZES, **FILES}.items()}
-    arguments = []
-    for number, (name, edit) in enumerate(
-        {**bundles, "sound": lambda bundle: None}.items()
-    ):
-        bundle = Path(
-            shutil.copytree(tiny_bundle, folder / f"bundle-{number}" / "bundle")
-        )
-        edit(bundle)
-        if name not in FILES:
-            sign(bundle)
-        arguments += ["bundle", str(bundle)]
-    checkpoints = {name: edit for name, (edit, _) in CHECKPOINTS.items()}
-    for number, edit in enumerate([*checkpoints.values(), lambda path: None]):
-        path = folder / f"checkpoint-{number}" / "checkpoint.pth"
-        write_case(path.parent, Case())
-        edit(path)
-        arguments += ["checkpoint", str(path)]
+def load_all(arguments, folder):
+    """What each way to load each model gives, in a process that loads them all."""
     # Nothing listens on the discard port: a request to the hub would be named in the
     # message.
     hub = {"HF_ENDPOINT": "https://localhost:9", "HF_HOME": str(folder / "hub")}
@@ -344,37 +323,42 @@ def test_hostile_bundles_and_checkpoints_are_refused_in_one_line(tiny_bundle, tm
         timeout=500,
         env={**environment(), **hub, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
     )
-    assert done.stderr == ""
-    assert done.returncode == 0
+    assert (done.returncode, done.stderr) == (0, "")
     assert not list(folder.rglob("marker")), "code of a stranger ran"
-    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
-    assert outcomes.pop() == {"checkpoint": "loaded"}, "the last is unchanged"
-    assert outcomes[len(bundles)] == {
-        "bundle": "loaded",
-        "encoder": "loaded",
-        "search": "loaded",
-    }
-    by_case = dict(zip([*bundles, "sound", *checkpoints], outcomes, strict=True))
-    for case, (_, expected) in CODE.items():
-        assert by_case[case]["bundle"].startswith("ModelError: "), case
-        assert expected in by_case[case]["bundle"]
-        assert all(
-            message == "loaded" or message.startswith("ModelError: ")
-            for message in by_case[case].values()
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_hostile_bundles_and_checkpoints_are_refused_in_one_line(tiny_bundle, tmp_path):
+    """One test, because one process loads them all."""
+    bundles = {**CODE, **SIZES, **FILES}
+    arguments = []
+    for case, (edit, *_) in {"sound": (lambda _: None,), **bundles}.items():
+        bundle = Path(shutil.copytree(tiny_bundle, tmp_path / case / "bundle"))
+        edit(bundle)
+        if case not in FILES:
+            sign(bundle)
+        arguments += ["bundle", str(bundle)]
+    write_case(tmp_path / "checkpoint", Case())
+    for case, (edit, _) in {"": (lambda _: None, ""), **CHECKPOINTS}.items():
+        folder = shutil.copytree(
+            tmp_path / "checkpoint", tmp_path / f"checkpoint {case}"
         )
-    for case, (_, ways, expected) in {**SIZES, **FILES}.items():
-        assert set(by_case[case]) == {"bundle", "encoder", "search"}, case
+        edit(folder / "checkpoint.pth")
+        arguments += ["checkpoint", str(folder / "checkpoint.pth")]
+    outcomes = load_all(arguments, tmp_path)
+    by_case = dict(zip(["sound", *bundles, "", *CHECKPOINTS], outcomes, strict=True))
+    assert by_case.pop("sound") == dict.fromkeys(ALL, "loaded")
+    assert by_case.pop("") == {"checkpoint": "loaded"}
+    refused = {case: (BUNDLE, expected) for case, (_, expected) in CODE.items()}
+    refused |= {case: each[1:] for case, each in {**SIZES, **FILES}.items()}
+    refused |= {case: (("checkpoint",), each[1]) for case, each in CHECKPOINTS.items()}
+    for case, (ways, expected) in refused.items():
         for way, message in by_case[case].items():
-            assert message.startswith("ModelError: ") or (
-                message == "loaded" and way not in ways
-            ), (case, message)
+            if way not in ways and message == "loaded":
+                continue
+            assert message.startswith("ModelError: "), (case, way, message)
             assert "\n" not in message
-            assert expected in message or way not in ways, (case, message)
-    for case, (_, expected) in CHECKPOINTS.items():
-        message = by_case[case]["checkpoint"]
-        assert message.startswith("ModelError: "), (case, message)
-        assert expected in message
-        assert "\n" not in message
+            assert expected in message or way not in ways, (case, way, message)
 
 
 def test_tokenizers_with_code_are_refused_outside_of_bundles(tmp_path):

@@ -38,7 +38,7 @@ def contents(location):
     return row_ids.tolist(), blocks.tobytes(), rows
 
 
-def build(out: Path | str, model: Path) -> list[Path | str]:
+def build(out, model):
     sizes = ["--shard-size", "4", "--batch-size", "4", "--threads", "1", "--dedupe"]
     return ["build", "s3://bucket/photos", "--out", out, "--model", model, *sizes]
 
@@ -72,7 +72,7 @@ def test_two_machines_without_a_common_directory(tmp_path, monkeypatch):
             address = ["--address", nodes.address, "--max-failed", "1", "--json"]
             arguments = command(*build(URL, model), *address)
 
-            def start() -> subprocess.Popen[str]:
+            def start():
                 return subprocess.Popen(
                     arguments,
                     env=nodes.environment,
@@ -113,15 +113,9 @@ def test_two_machines_without_a_common_directory(tmp_path, monkeypatch):
                 run_here(change[0], each, *change[1:])
         assert contents(URL) == contents(local)
         assert verify_index(URL) == []
-        found = [
-            subprocess.run(
-                command("search", each, "a dog", "--model", model, "--json"),
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout
+        found, expected = (
+            run_here("search", each, "a dog", "--model", model)["hits"]
             for each in (URL, local)
-        ]
-        hits = [json.loads(each)["hits"] for each in found]
-        assert [hit["row_id"] for hit in hits[0]] == [hit["row_id"] for hit in hits[1]]
+        )
+        assert [hit["row_id"] for hit in found] == [hit["row_id"] for hit in expected]
         assert not any(key.startswith("build/") for key in index.list_sizes())

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -22,7 +21,6 @@ from tests.command_line import command, environment, run_here
 from tests.integration.builds import contents, make_photos
 
 PHOTOS = 120
-SHARD_SIZE = 8
 
 
 @pytest.fixture(scope="module")
@@ -37,32 +35,15 @@ def case(tmp_path_factory):
     return folder
 
 
-def build(folder: Path, out: Path, engine: str, workers: int = 1) -> list[str | Path]:
-    options = [
-        "--engine",
-        engine,
-        "--shard-size",
-        SHARD_SIZE,
-        "--batch-size",
-        4,
-        "--threads",
-        1,
-        "--dedupe",
-    ]
+def build(folder, out, engine, workers=1):
+    sizes = ["--shard-size", "8", "--batch-size", "4", "--threads", "1", "--dedupe"]
+    options = ["--model", folder / "model", "--engine", engine, *sizes]
     if engine == "ray":
-        options += ["--workers", workers]
-    return [
-        "build",
-        folder / "photos",
-        "--out",
-        out,
-        "--model",
-        folder / "model",
-        *map(str, options),
-    ]
+        options += ["--workers", str(workers)]
+    return ["build", folder / "photos", "--out", out, *options]
 
 
-def start(arguments: list[str | Path]) -> subprocess.Popen:
+def start(arguments):
     return subprocess.Popen(
         command(*arguments, "--json"),
         stdout=subprocess.DEVNULL,
@@ -71,7 +52,7 @@ def start(arguments: list[str | Path]) -> subprocess.Popen:
     )
 
 
-def victims(process: subprocess.Popen, kind: str) -> list[psutil.Process]:
+def victims(process, kind):
     """Living processes of a job: the driver itself, our workers (none of Ray's
     agents), or Ray's raylet.
     """
@@ -89,7 +70,7 @@ def victims(process: subprocess.Popen, kind: str) -> list[psutil.Process]:
     return found
 
 
-def kill_once(process: subprocess.Popen, kind: str, delay: float) -> bool:
+def kill_once(process, kind, delay):
     """SIGKILL a process of `kind`, `delay` seconds after one came to life; False
     where the build ended before.
     """
@@ -104,7 +85,7 @@ def kill_once(process: subprocess.Popen, kind: str, delay: float) -> bool:
     return False
 
 
-def ray_leftovers(before: set[int]) -> list[tuple[int, list[str]]]:
+def ray_leftovers(before):
     """Ray's processes that were not there before and do not go away."""
     # a raylet whose driver died while it started gives up after a minute
     deadline = time.monotonic() + 120
@@ -125,9 +106,7 @@ def ray_leftovers(before: set[int]) -> list[tuple[int, list[str]]]:
 LIFETIME = {"driver": 6.0, "inline": 3.0, "worker": 3.0, "raylet": 4.0}
 
 
-def crash_and_resume(
-    case: Path, out: Path, kind: str, chance: random.Random, *, workers: int = 2
-) -> None:
+def crash_and_resume(case, out, kind, chance, *, workers=2):
     """Kill a process of `kind` in a new build at a random moment, resume, and compare
     with the calm build.
 

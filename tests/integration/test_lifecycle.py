@@ -34,21 +34,21 @@ PHOTOS = 40
 BROKEN = 13
 
 
-def run(*arguments: object, expect: tuple[int, ...] = (0,)) -> None:
+def run(*arguments, expect=(0,)):
     """Run a command of `edje-index` in this process."""
     assert main([*map(str, arguments)]) in expect
 
 
 @dataclass(frozen=True)
 class State:
-    """What a snapshot holds: the photo of each row that is not deleted, the row ids
-    in use, deletions, the uris that an update leaves out because their rows were
-    deleted by hand, precisions.
+    """What a snapshot holds: the photo of each row that is not deleted, the row ids in
+    use, the uris that an update leaves out because their rows were deleted by hand,
+    precisions.
     """
 
     photos: dict[int, int]
     rows: int
-    deleted: int = 0
+
     removed: frozenset[str] = frozenset()
     precisions: frozenset[str] = frozenset({"bf16"})
 
@@ -64,53 +64,51 @@ class Model:
     commits: int = 0
 
     @property
-    def number(self) -> int:
+    def number(self):
         return max(self.snapshots)
 
     @property
-    def now(self) -> State:
+    def now(self):
         return self.snapshots[self.number]
 
-    def appended(self, photos: list[int]) -> State | None:
+    def appended(self, photos):
         new = [photo for photo in photos if photo not in self.now.photos.values()]
         if not any(photo != BROKEN for photo in new):
             return None
-        first = self.next_shard * SHARD
-        rows = dict(zip(range(first, first + len(new)), new, strict=True))
-        return replace(
-            self.now, photos={**self.now.photos, **rows}, rows=first + len(new)
-        )
+        return self.with_new_rows(self.now, new)
 
-    def updated(self, kept: set[int], photos: list[int]) -> State | None:
+    def updated(self, kept, photos):
         """The state with the rows `kept`, the rows of moved photos, and new rows for
         the other `photos`; None if nothing changes.
         """
         held = self.now.photos.items()
         left = {row: photo for row, photo in held if row in kept}
-        new = [photo for photo in photos if photo not in left.values()]
         moved = {
-            row
+            row: photo
             for row, photo in held
-            if row not in kept and photo in new and photo != BROKEN
+            if row not in kept
+            and photo in photos
+            and photo not in left.values()
+            and photo != BROKEN
         }
-        left = {row: photo for row, photo in held if row in kept | moved}
-        new = [photo for photo in new if photo not in left.values()]
-        deleted = len(held) - len(left)
-        if not new and not moved and not deleted:
+        left = {row: photo for row, photo in held if row in kept or row in moved}
+        new = [photo for photo in photos if photo not in left.values()]
+        if not new and not moved and len(left) == len(held):
             return None
-        after = replace(self.now, photos=left, deleted=self.now.deleted + deleted)
-        if not new:
-            return after
-        first = self.next_shard * SHARD
-        rows = dict(zip(range(first, first + len(new)), new, strict=True))
-        return replace(after, photos={**left, **rows}, rows=first + len(new))
+        after = replace(self.now, photos=left)
+        return self.with_new_rows(after, new) if new else after
 
-    def compacted(self) -> State:
+    def with_new_rows(self, state, photos):
+        first = self.next_shard * SHARD
+        rows = dict(enumerate(photos, first))
+        return replace(state, photos={**state.photos, **rows}, rows=first + len(photos))
+
+    def compacted(self):
         """The state of a new index without deleted rows."""
         photos = dict(enumerate(self.now.photos.values()))
-        return replace(self.now, photos=photos, rows=len(photos), deleted=0)
+        return replace(self.now, photos=photos, rows=len(photos))
 
-    def merged(self, photos: list[int]) -> State:
+    def merged(self, photos):
         """The state of a new index of this one and of an index of `photos`, without
         deleted rows and without photos that this one has.
         """
@@ -122,12 +120,12 @@ class Model:
         rows = offset + len(added) if added else left.rows
         return replace(left, photos={**left.photos, **right}, rows=rows)
 
-    def commit(self, state: State) -> None:
+    def commit(self, state):
         self.next_shard = max(self.next_shard, -(-state.rows // SHARD))
         self.snapshots[self.number + 1] = state
         self.commits += 1
 
-    def keep(self, count: int) -> None:
+    def keep(self, count):
         for number in sorted(self.snapshots)[:-count]:
             del self.snapshots[number]
 
@@ -139,7 +137,7 @@ class Reference:
     blocks: np.ndarray
     embeddings: np.ndarray
 
-    def check(self, root: Path | str, model: Model) -> None:
+    def check(self, root, model):
         state = model.now
         index = CommittedIndex.open(root)
         manifest = index.manifest
@@ -158,9 +156,7 @@ class Reference:
                 self.check_blocks(store, state, precision)
         self._check_search(index, state)
 
-    def check_blocks(
-        self, store: TokenStore, state: State, precision: str = "bf16"
-    ) -> None:
+    def check_blocks(self, store, state, precision="bf16"):
         row_ids = list(state.photos)
         photos = list(state.photos.values())
         entry = codec(precision, store.block_shape)
@@ -178,7 +174,7 @@ class Reference:
                 # no input has this row id
                 assert np.isnan(store.fetch([row])).all()
 
-    def _check_search(self, index: CommittedIndex, state: State) -> None:
+    def _check_search(self, index, state):
         indexed = {row: photo for row, photo in state.photos.items() if photo != BROKEN}
         query = self.embeddings[0] + 0.5 * self.embeddings[1]
         row_ids = np.array(list(indexed))
@@ -191,7 +187,7 @@ class Reference:
         np.testing.assert_array_equal(stored, self.embeddings[list(indexed.values())])
 
 
-def write_photo(path: Path, photo: int) -> None:
+def write_photo(path, photo):
     if photo == BROKEN:
         path.write_bytes(b"not an image")
         return
@@ -199,48 +195,24 @@ def write_photo(path: Path, photo: int) -> None:
     Image.fromarray(pixels).save(path)
 
 
-def write_photos(folder: Path, photos: list[int]) -> Path:
+def write_photos(folder, photos):
     folder.mkdir()
     for photo in photos:
         write_photo(folder / f"{photo:03d}.jpg", photo)
     return folder
 
 
-def build(
-    sources: Path,
-    out: Path | str,
-    bundle: Path,
-    precisions: frozenset[str] = frozenset({"bf16"}),
-) -> None:
-    options = [
-        option for name in sorted(precisions) for option in ("--precision", name)
-    ]
-    options += [
-        "--engine",
-        "inline",
-        "--shard-size",
-        SHARD,
-        "--batch-size",
-        1,
-        "--threads",
-        1,
-        "--max-failed",
-        1,
-    ]
-    run("build", sources, "--out", out, "--model", bundle, *options)
+def build(sources, out, bundle, precisions=("bf16",)):
+    options = [option for name in precisions for option in ("--precision", name)]
+    options += ["--engine", "inline", "--shard-size", SHARD, "--batch-size", 1]
+    run("build", sources, "--out", out, "--model", bundle, *options, "--max-failed", 1)
 
 
-def reference_of(folder: Path, bundle: Path) -> Reference:
-    build(
-        write_photos(folder / "every", list(range(PHOTOS))),
-        folder / "every.edje",
-        bundle,
-    )
-    blocks = TokenStore.open(folder / "every.edje").fetch(range(PHOTOS))
-    return Reference(
-        blocks,
-        read_embeddings(CommittedIndex.open(folder / "every.edje"), range(PHOTOS)),
-    )
+def reference_of(folder, bundle):
+    root = folder / "every.edje"
+    build(write_photos(folder / "every", list(range(PHOTOS))), root, bundle)
+    blocks = TokenStore.open(root).fetch(range(PHOTOS))
+    return Reference(blocks, read_embeddings(CommittedIndex.open(root), range(PHOTOS)))
 
 
 @dataclass
@@ -267,7 +239,7 @@ class Trial:
         "merge": 6,
     }
 
-    def change(self, step: int) -> None:
+    def change(self, step):
         kinds = dict(self.kinds)
         if isinstance(self.root, str):
             # these two make an index in a directory
@@ -281,21 +253,13 @@ class Trial:
         store.close()
         self.reference.check(self.root, self.model)
 
-    def append(self, step: int) -> None:
+    def append(self, step):
         photos = sorted(self.rng.sample(range(PHOTOS), self.rng.randint(1, 9)))
         sources = write_photos(self.folder / f"sources-{step}", photos)
         after = self.model.appended(photos)
-        arguments = (
-            "append",
-            self.root,
-            sources,
-            "--engine",
-            "inline",
-            "--json",
-        )
-        self._run(after, *arguments)
+        self._run(after, "append", self.root, sources, "--engine", "inline")
 
-    def update(self, step: int) -> bool:
+    def update(self, step):
         """Make the index equal to a folder in which photos come and go. Return False
         if it would have no image.
         """
@@ -313,41 +277,34 @@ class Trial:
             # the later changes need an image
             return False
         write_photos(living, list(names))
-        options = ("--max-vanished", 1, "--engine", "inline", "--json")
-        arguments = ("update", self.root, living, *options)
-        self._run(after, *arguments)
+        options = ("--max-vanished", 1, "--engine", "inline")
+        self._run(after, "update", self.root, living, *options)
         return True
 
-    def delete(self, step: int) -> None:
+    def delete(self, step):
         after, options = self._without_some_rows()
         if after is not None:
             self._run(after, "delete", self.root, *options)
 
-    def _without_some_rows(self) -> tuple[State | None, list[object]]:
+    def _without_some_rows(self):
         """A state without some rows, and the options that name these rows; None if
         too few rows would be left.
         """
-        rows = self.rng.sample(
-            list(self.model.now.photos),
-            max(0, min(len(self.model.now.photos) - 2, self.rng.randint(1, 4))),
-        )
-        left = {
-            row: photo
-            for row, photo in self.model.now.photos.items()
-            if row not in rows
-        }
+        photos = self.model.now.photos
+        count = max(0, min(len(photos) - 2, self.rng.randint(1, 4)))
+        rows = self.rng.sample(list(photos), count)
+        left = {row: photo for row, photo in photos.items() if row not in rows}
         if not rows or all(photo == BROKEN for photo in left.values()):
             return None, []
         uris = read_rows(self.root, rows, ["uri"])["uri"].to_pylist()
         after = replace(
             self.model.now,
             photos=left,
-            deleted=self.model.now.deleted + len(rows),
             removed=self.model.now.removed | {*uris},
         )
         return after, [option for row in rows for option in ("--rows", row)]
 
-    def erase(self, step: int) -> None:
+    def erase(self, step):
         """Rows are deleted, and their data are removed. The other rows keep their
         ids.
         """
@@ -359,41 +316,41 @@ class Trial:
         self.model.keep(1)
         run("rollback", self.root, before, expect=(2,))
 
-    def retry_failed(self, step: int) -> None:
+    def retry_failed(self, step):
         """After an update, the broken photo fails again, so nothing changes."""
         if self.update(step):
             run("update", self.root, "--retry-failed", "--engine", "inline")
 
-    def compact(self, step: int) -> None:
+    def compact(self, step):
         """The later changes are changes of the new index."""
         out = self.folder / f"dense-{step}.edje"
         run("compact", self.root, "--out", out)
         self._go_on(out, self.model.compacted())
 
-    def _go_on(self, root: Path, state: State) -> None:
+    def _go_on(self, root, state):
         self.root = root
         self.model.snapshots = {0: state}
         self.model.next_shard = -(-state.rows // SHARD)
 
-    def rollback(self, step: int) -> None:
+    def rollback(self, step):
         numbers = sorted(self.model.snapshots)[:-1]
         if numbers:
             number = self.rng.choice(numbers)
             self._run(self.model.snapshots[number], "rollback", self.root, number)
 
-    def gc(self, step: int) -> None:
+    def gc(self, step):
         keep = self.rng.randint(1, 4)
         run("gc", self.root, "--keep", keep)
         self.model.keep(keep)
 
-    def quantize(self, step: int) -> None:
+    def quantize(self, step):
         held = "fp8" in self.model.now.precisions
         options = ("--drop", "fp8") if held else ("--to", "fp8")
         after = replace(self.model.now, precisions=self.model.now.precisions ^ {"fp8"})
         run("quantize", self.root, *options)
         self.model.snapshots[self.model.number] = after
 
-    def merge(self, step: int) -> None:
+    def merge(self, step):
         """Merge the index with a new one. The later changes are changes of the
         merged index.
         """
@@ -406,7 +363,7 @@ class Trial:
         self._go_on(out, self.model.merged(photos))
         self.merges += 1
 
-    def _run(self, after: State | None, *arguments: object) -> None:
+    def _run(self, after, *arguments):
         """Run a command that brings the index to the state `after`; None if it
         changes nothing.
         """

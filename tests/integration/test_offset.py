@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import tensorstore as ts
 import zarr
 
 from edje_index import ModelBundle, ModelError
 from edje_index.bundles.info import OFFSET_FILE, read_bundle_offset
-from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.fetching.device_fetcher import DeviceFetcher
 from pipelines import (
+    append_index,
+    build_index,
     compact_index,
     copy_index,
     delete_rows,
@@ -32,10 +32,11 @@ from storage_formats import (
 )
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import Manifest
-from tests.command_line import run_here
 from tests.conftest import same_bits, write_arrays
 from tests.integration.builds import contents, make_photos
 from tests.pipelines.conftest import stop_after_one_shard
+from tests.storage_formats.reading_cases import flip
+from tests.storage_formats.test_stock_readers import read_tensorstore
 
 SHAPE = (4, 32)
 
@@ -57,56 +58,38 @@ def root(tmp_path):
     return tmp_path / "a"
 
 
-def error_of(root, name, other="bf16"):
-    exact, found = (
-        TokenStore.open(root, each).fetch(range(50)).astype(np.float32)
-        for each in (other, name)
-    )
-    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
-
-
 def test_quantize_subtracts_the_mean_of_stored_rows(root):
     quantize_index(root, ["nvfp4", "gauss2"])
     assert verify_index(root) == []
     assert Manifest.load(root).spec.offset.precisions == ("nvfp4", "gauss2")
-    plain = codec("nvfp4", SHAPE)
     exact = TokenStore.open(root, "bf16").fetch(range(50))
-    difference = plain.decode(plain.encode(exact)).astype(np.float32) - exact.astype(
-        np.float32
+    plain = codec("nvfp4", SHAPE)
+    store = TokenStore.open(root, "nvfp4")
+    with_offset, without = (
+        np.linalg.norm(blocks.astype(np.float32) - exact.astype(np.float32))
+        for blocks in (store.fetch(range(50)), plain.decode(plain.encode(exact)))
     )
-    today = np.linalg.norm(difference) / np.linalg.norm(exact.astype(np.float32))
-    assert error_of(root, "nvfp4") < 0.8 * today
-    fetched = DeviceFetcher(TokenStore.open(root, "nvfp4"), "cpu").fetch([3, 7])
-    with TokenStore.open(root, "nvfp4") as store:
-        assert (fetched == store.fetch([3, 7], as_torch=True)).all()
+    assert with_offset < 0.8 * without
+    fetched = DeviceFetcher(store, "cpu").fetch([3, 7])
+    assert (fetched == store.fetch([3, 7], as_torch=True)).all()
 
 
 def test_stock_readers_find_the_offset(root):
     quantize_index(root, ["sign1"])
     array = zarr.open_array(str(root / "tokens/sign1"), mode="r")
-    path = root / array.attrs["edje"]["offset"]
-    assert array.attrs["edje"]["formula"].startswith(
-        "bfloat16(decoded record + offset)"
-    )
-    offset = np.asarray(zarr.open_array(str(path), mode="r")[...])
-    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path)}}
-    read = ts.open(spec, read=True).result().read().result()
-    np.testing.assert_array_equal(offset, read)
+    offset = read_tensorstore(root / array.attrs["edje"]["offset"])
     exact = TokenStore.open(root, "bf16").fetch(range(50)).astype(np.float64)
     np.testing.assert_array_equal(offset, exact.mean(axis=0).astype(np.float32))
     decoded = codec("sign1", SHAPE, offset).decode(np.asarray(array[...]))
     assert same_bits(decoded, TokenStore.open(root, "sign1").fetch(range(50)))
 
 
-@pytest.mark.parametrize("mean", [0.0, 0.05])
-def test_tokens_without_a_mean_get_no_offset(tmp_path, mean):
-    write(tmp_path / "a", mean)
-    quantize_index(tmp_path / "a", ["sign1"])
-    assert Manifest.load(tmp_path / "a").spec.offset is None
-    assert not Layout(tmp_path / "a").offset_values.exists()
-    write(tmp_path / "few", 3.0, rows=20)
-    quantize_index(tmp_path / "few", ["sign1"])
-    assert Manifest.load(tmp_path / "few").spec.offset is None
+@pytest.mark.parametrize(("mean", "rows"), [(0.05, 50), (3.0, 20)])
+def test_tokens_without_a_mean_and_few_tokens_get_no_offset(tmp_path, mean, rows):
+    write(tmp_path, mean, rows=rows)
+    quantize_index(tmp_path, ["sign1"])
+    assert Manifest.load(tmp_path).spec.offset is None
+    assert not Layout(tmp_path).offset_values.exists()
 
 
 def test_a_resumed_conversion_gives_the_same_bytes(root, tmp_path):
@@ -125,14 +108,12 @@ def test_later_changes_keep_the_offset(root, tmp_path):
     quantize_index(root, ["sign1"])
     np.testing.assert_array_equal(TokenStore.open(root, "sign1").offset, offset)
     compact_index(root, tmp_path / "dense")
-    root = tmp_path / "dense"
-    store = TokenStore.open(root, "nvfp4")
-    np.testing.assert_array_equal(store.offset, offset)
-    copy_index(root, tmp_path / "copy")
-    copied = TokenStore.open(tmp_path / "copy", "nvfp4")
-    rows = store.row_ids()
-    assert same_bits(copied.fetch(rows), store.fetch(rows))
-    for each in (root, tmp_path / "copy"):
+    copy_index(tmp_path / "dense", tmp_path / "copy")
+    left = TokenStore.open(root, "nvfp4").fetch(range(25, 50))
+    for each in (tmp_path / "dense", tmp_path / "copy"):
+        store = TokenStore.open(each, "nvfp4")
+        np.testing.assert_array_equal(store.offset, offset)
+        assert same_bits(store.fetch(range(25)), left)
         assert verify_index(each) == []
     quantize_index(root, drop=["nvfp4", "sign1"])
     assert Manifest.load(root).spec.offset is None
@@ -163,10 +144,7 @@ def test_only_indexes_with_the_same_offset_are_merged(root, tmp_path):
 
 def test_a_damaged_offset_is_an_error(root):
     quantize_index(root, ["nvfp4"])
-    path = Layout(root).offset_values
-    data = bytearray(path.read_bytes())
-    data[5] ^= 1
-    path.write_bytes(data)
+    flip(Layout(root).offset_values, 5)
     assert [problem.path for problem in verify_index(root)] == ["tokens/offset/c.0.0"]
     with pytest.raises(CorruptIndexError, match=r"offset block .* is not the file"):
         TokenStore.open(root, "nvfp4")
@@ -182,9 +160,8 @@ def test_the_sample_restores_a_lost_offset(root, how):
     if how == "lost":
         path.unlink()
     else:
-        path.write_bytes(path.read_bytes()[::-1])
-    tokens = root / "tokens/nvfp4/c.1.0"
-    tokens.write_bytes(tokens.read_bytes()[::-1])
+        flip(path, 5)
+    flip(root / "tokens/nvfp4/c.1.0", 5)
     result = repair_index(root)
     assert [(file.path, file.source) for file in result.repaired] == [
         ("tokens/offset/c.0.0", "precision bf16"),
@@ -201,67 +178,58 @@ def test_an_offset_that_nothing_gives_is_named(root):
     Layout(root).offset_values.unlink()
     result = repair_index(root)
     assert result.repaired == ()
-    lost = [problem for problem in result.left if problem.code == "offset-lost"]
-    assert len(lost) == 1
-    assert "tokens in nvfp4 cannot be decoded" in lost[0].message
+    (lost,) = [each for each in result.left if each.code == "offset-lost"]
+    assert "nvfp4" in lost.message
 
 
-def test_a_bundle_gives_its_offset_to_new_indexes(tmp_path):
+def test_a_bundle_gives_its_offset_to_new_indexes(tmp_path, tiny_bundle):
     make_photos(tmp_path / "photos", 10)
-    create_untrained_bundle(tmp_path / "plain", sizes=TINY)
-    bundle = ModelBundle.load(tmp_path / "plain")
+    bundle = ModelBundle.load(tiny_bundle)
     rng = np.random.default_rng(0)
     offset = rng.standard_normal(bundle.block_shape, dtype=np.float32)
-    info = replace(bundle, offset=offset).save(tmp_path / "model")
+    model = tmp_path / "model"
+    info = replace(bundle, offset=offset).save(model)
     # it does not change what the towers and the adapter compute
     assert info.encoder_fingerprint == bundle.info.encoder_fingerprint
     np.testing.assert_array_equal(read_bundle_offset(info), offset)
-    options = ["--engine", "inline", "--shard-size", 4, "--precision", "nvfp4"]
-    photos = tmp_path / "photos"
-    for model, root in (("plain", "a"), ("model", "b")):
-        common = ["--model", tmp_path / model, "--out", tmp_path / root]
-        run_here("build", photos, *common, *options, "--precision", "bf16")
+    options = {"engine": "inline", "shard_size": 4, "precisions": ["nvfp4", "bf16"]}
+    for each, root in ((tiny_bundle, "a"), (model, "b")):
+        build_index(tmp_path / "photos", tmp_path / root, each, **options)
     assert Manifest.load(tmp_path / "a").spec.offset is None
     entry = codec("nvfp4", bundle.block_shape, offset)
     exact = TokenStore.open(tmp_path / "a", "bf16").fetch(range(10))
+    root = tmp_path / "b"
     make_photos(tmp_path / "more", 3)
-    common = ["--model", tmp_path / "model", "--engine", "inline"]
-    run_here("append", tmp_path / "b", tmp_path / "more", *common)
-    assert verify_index(tmp_path / "b") == []
-    store = TokenStore.open(tmp_path / "b", "nvfp4")
+    append_index(root, tmp_path / "more", model=model, engine="inline")
+    assert verify_index(root) == []
+    store = TokenStore.open(root, "nvfp4")
     np.testing.assert_array_equal(store.offset, offset)
     assert same_bits(store.fetch(range(10)), entry.decode(entry.encode(exact)))
-    Layout(tmp_path / "b").offset_values.unlink()
-    result = repair_index(tmp_path / "b")
-    assert [file.source for file in result.repaired] == ["the model bundle"]
-    assert verify_index(tmp_path / "b") == []
-    path = tmp_path / "model" / OFFSET_FILE
-    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
-    with pytest.raises(ModelError, match=r"offset\.safetensors has changed"):
-        ModelBundle.load(tmp_path / "model")
-
-
-def test_no_conversion_replaces_the_files_of_a_kept_snapshot(root, capsys):
-    exact = TokenStore.open(root, "bf16").fetch(range(1, 50))
-    delete_rows(root, rows=[0])
-    run_here("quantize", root, "--to", "int8", "--drop", "bf16")
-    command = ["quantize", root, "--to", "bf16", "--from", "int8"]
-    run_here(*command, expect=2)
-    message = capsys.readouterr().err
-    assert "snapshot 0 of" in message
-    assert "may have other tokens in 'bf16', whose files" in message
-    assert message.endswith("snapshots with 'edje-index gc INDEX --keep 1'\n")
-    roll_back(root, 0)
-    assert same_bits(TokenStore.open(root, "bf16").fetch(range(1, 50)), exact)
+    Layout(root).offset_values.unlink()
+    assert [each.source for each in repair_index(root).repaired] == ["the model bundle"]
     assert verify_index(root) == []
-    delete_rows(root, rows=[0])
-    run_here("quantize", root, "--to", "int8", "--drop", "bf16")
+    flip(model / OFFSET_FILE, -1)
+    with pytest.raises(ModelError, match=r"offset\.safetensors has changed"):
+        ModelBundle.load(model)
+
+
+def test_no_conversion_replaces_the_files_of_a_kept_snapshot(root):
+    exact = TokenStore.open(root, "bf16").fetch(range(1, 50))
+    for does_roll_back in (True, False):
+        delete_rows(root, rows=[0])
+        quantize_index(root, ["int8"], drop=["bf16"])
+        with pytest.raises(UsageError, match=r"snapshot 0 .* tokens in 'bf16'"):
+            quantize_index(root, ["bf16"], source="int8")
+        if does_roll_back:
+            roll_back(root, 0)
+            assert same_bits(TokenStore.open(root, "bf16").fetch(range(1, 50)), exact)
+            assert verify_index(root) == []
     remove_snapshots(root, 1)
-    run_here(*command)
-    assert same_bits(
-        TokenStore.open(root, "bf16").fetch(range(1, 50)),
-        TokenStore.open(root, "int8").fetch(range(1, 50)),
+    quantize_index(root, ["bf16"], source="int8")
+    made, source = (
+        TokenStore.open(root, name).fetch(range(1, 50)) for name in ("bf16", "int8")
     )
+    assert same_bits(made, source)
 
 
 def test_refresh_reads_a_precision_that_was_dropped_and_made_again(root):

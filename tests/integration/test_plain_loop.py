@@ -28,7 +28,7 @@ POOL = 20
 TOLERANCE = 1e-4
 
 
-def check_same(root: Path, model: Path, texts: list[str], pool: int) -> None:
+def check_same(root, model, texts, pool):
     """Every query has the same order of rows, and parts of scores that are equal to
     1e-4.
 
@@ -52,7 +52,7 @@ def check_same(root: Path, model: Path, texts: list[str], pool: int) -> None:
             )
 
 
-def captions_of(path: Path) -> list[dict]:
+def captions_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

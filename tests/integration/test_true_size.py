@@ -7,14 +7,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import resource
 import signal
 import subprocess
 import time
 import urllib.request
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -42,7 +39,7 @@ LARGE = {
 }
 
 
-def write_towers(folder: Path, tower: dict[str, int], size: int, words: int) -> None:
+def write_towers(folder, tower, size, words):
     """SigLIP2 towers as transformers saves them, with random weights."""
     width = tower["hidden_size"]
     config = SiglipConfig(
@@ -53,7 +50,7 @@ def write_towers(folder: Path, tower: dict[str, int], size: int, words: int) -> 
     write_siglip(folder, SiglipModel(config).eval(), size=size)
 
 
-def write_published(folder: Path, tower: dict[str, int]) -> None:
+def write_published(folder, tower):
     """MiniLM-L12-H384 with an adapter of 64 tokens, as the published trainer saves."""
     tokenizer = untrained_tokenizer(30_000)
     case = Case(
@@ -77,7 +74,7 @@ def write_published(folder: Path, tower: dict[str, int]) -> None:
     torch.save({"model": state, "config": {"k": 10}}, folder / "edje.pth")
 
 
-def measured(*arguments: str | Path) -> tuple[dict[str, Any], dict[str, float]]:
+def measured(*arguments):
     """Run `edje-index ARGUMENTS --json`. Return its object, and its seconds and peak
     memory in GiB.
     """
@@ -92,13 +89,13 @@ def measured(*arguments: str | Path) -> tuple[dict[str, Any], dict[str, float]]:
     }
 
 
-def started_command(*arguments: str | Path) -> subprocess.Popen[str]:
+def started_command(*arguments):
     return subprocess.Popen(
         command(*arguments), stdout=subprocess.PIPE, text=True, env=environment()
     )
 
 
-def ended(process: subprocess.Popen[str]) -> resource.struct_rusage:
+def ended(process):
     """What a process has used, which ends without an error."""
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -106,7 +103,7 @@ def ended(process: subprocess.Popen[str]) -> resource.struct_rusage:
     return usage
 
 
-def peak_gib(usage: resource.struct_rusage) -> float:
+def peak_gib(usage):
     return round(usage.ru_maxrss * 1024 / GIB, 2)
 
 
@@ -119,49 +116,33 @@ def test_the_paper_s_model_at_its_true_size(tmp_path):
             write_towers, tmp_path / "siglip2", LARGE, 384, 256_000
         ).result()
         elsewhere.submit(write_published, tmp_path / "run", LARGE).result()
+    photos = tmp_path / "photos"
     for seed in range(PHOTOS):
-        write_photo(tmp_path / "photos" / f"{seed}.jpg", seed)
+        write_photo(photos / f"{seed}.jpg", seed)
     bundle = tmp_path / "model"
     index = tmp_path / "photos.edje"
-    figures: dict[str, Any] = {}
-    imported, figures["import"] = measured(
-        "model",
-        "import",
-        tmp_path / "run" / "edje.pth",
-        "--vision",
-        tmp_path / "siglip2",
-        "--out",
-        bundle,
-    )
+    source = (tmp_path / "run/edje.pth", "--vision", tmp_path / "siglip2")
+    options = ("--model", bundle, "--out", index, "--engine", "inline")
+    search = (TEXTS[0], "-k", str(PHOTOS), "--precision", "nvfp4")
+    figures = {}
+    imported, figures["import"] = measured("model", "import", *source, "--out", bundle)
     assert imported["trained"]
-    figures["bundle_bytes"] = sum(
-        each.stat().st_size for each in bundle.rglob("*") if each.is_file()
-    )
-    built, figures["build"] = measured(
-        "build",
-        tmp_path / "photos",
-        "--model",
-        bundle,
-        "--out",
-        index,
-        "--engine",
-        "inline",
-    )
+    files = (each for each in bundle.rglob("*") if each.is_file())
+    figures["import"]["bundle_bytes"] = sum(each.stat().st_size for each in files)
+    built, figures["build"] = measured("build", photos, *options)
     assert built["indexed"] == PHOTOS
-    figures["seconds_per_photo"] = 1 / built["images_per_second"]
+    figures["build"]["seconds_per_photo"] = 1 / built["images_per_second"]
     _, figures["quantize"] = measured("quantize", index, "--to", "nvfp4")
-    found, figures["search"] = measured(
-        "search", index, TEXTS[0], "-k", str(PHOTOS), "--precision", "nvfp4"
-    )
+    found, figures["search"] = measured("search", index, *search)
     assert len(found["hits"]) == PHOTOS
     figures["serve"] = served(index)
     print(json.dumps(figures, indent=1))
-    for step in ("import", "build", "quantize", "search", "serve"):
-        assert figures[step]["peak_gib"] < 24, step
+    for step, each in figures.items():
+        assert each["peak_gib"] < 24, step
     assert figures["build"]["seconds"] < 600
 
 
-def served(index: Path) -> dict[str, float]:
+def served(index):
     """Seconds of a search in a running service, after the first one, and its peak
     memory.
     """
@@ -178,7 +159,7 @@ def served(index: Path) -> dict[str, float]:
     return {"seconds_per_search": seconds, "peak_gib": peak_gib(usage)}
 
 
-def hits_of(url: str, query: str) -> list[Any]:
+def hits_of(url, query):
     """The hits of a query, from a service."""
     body = json.dumps({"query": query}).encode()
     headers = {"Content-Type": "application/json"}

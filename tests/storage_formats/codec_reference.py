@@ -22,31 +22,25 @@ ELEMENTS = {"fp8": E4M3, "nvfp4": E2M1, "mxfp4": E2M1}
 
 def every_code(name: str) -> tuple[Records, tuple[int, int]]:
     """Return (records, block shape) that hold every code under every scale, or
-    every word of 16 bits.
+    every word of 16 bits. Of 1 and 2 bits, they hold every byte of codes, and every
+    scale with all codes.
     """
     words = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
     codes = np.arange(256, dtype=np.uint8)
     if name == "bf16":
         return words.reshape(64, -1), (4, 256)
-    if name == "gauss2":
-        # 64 scales per block of 64 tokens of 16 values
-        shape = (64, 16)
-        records = np.tile(codes, (1 << 10, 1))
-        return np.concatenate([records, words.reshape(1 << 10, -1)], axis=1), shape
-    if name in ("int8", "sign1"):
-        records = (
-            np.tile(codes, (1 << 16, 1))
-            if name == "int8"
-            else np.tile(codes, (1 << 12, 1))
-        )
-        scales = words.reshape(-1, 2)[:: len(words) // 2 // len(records)]
-        return np.concatenate([records, scales], axis=1), (
-            1,
-            256 if name == "int8" else 2048,
-        )
-    shape = (1, 512 if "fp4" in name else 256)
-    scales = np.repeat(codes[:, None], codec_of(name, shape).record_bytes - 256, axis=1)
-    return np.concatenate([np.tile(codes, (256, 1)), scales], axis=1), shape
+    if name == "int8":
+        shape = (1, 256)
+        scales = words.reshape(-1, 2)
+    elif name in ("gauss2", "sign1"):
+        # 64 tokens of 4 bytes
+        shape = (64, 16 if name == "gauss2" else 32)
+        scales = words.reshape(-1, 128)
+    else:
+        shape = (1, 512 if "fp4" in name else 256)
+        scale_bytes = codec_of(name, shape).record_bytes - 256
+        scales = np.repeat(codes[:, None], scale_bytes, axis=1)
+    return np.concatenate([np.tile(codes, (len(scales), 1)), scales], axis=1), shape
 
 
 def encode(codec: Codec, blocks: Blocks) -> Records:
@@ -74,32 +68,21 @@ def decode(
     """
     # damaged records may contain scales that no encoder writes
     with np.errstate(over="ignore", invalid="ignore"):
+        border = codec.values * codec.form.code_bits // 8
+        codes, scales = np.split(records, [border], axis=1)
         match codec.name:
             case "fp8" | "nvfp4" | "mxfp4":
-                numbers = _decode_groups(codec, records)
+                numbers = _decode_groups(codec, codes, scales)
             case "int8":
-                codes, scales = np.split(records, [codec.values], axis=1)
-                numbers = (
-                    codes.view(np.int8).reshape(-1, *codec.block_shape)
-                    * _from_bf16_bytes(scales)[..., None]
-                )
+                numbers = _bf16_scaled(codec, codes.view(np.int8), scales)
             case "sign1":
-                codes, scales = np.split(records, [codec.values // 8], axis=1)
-                negative = np.unpackbits(codes, axis=1, bitorder="little").reshape(
-                    -1, *codec.block_shape
-                )
-                numbers = (
-                    np.where(negative, -1, 1).astype(np.float32)
-                    * _from_bf16_bytes(scales)[..., None]
-                )
+                negative = np.unpackbits(codes, axis=1, bitorder="little")
+                signs = np.where(negative, -1, 1).astype(np.float32)
+                numbers = _bf16_scaled(codec, signs, scales)
             case "gauss2":
-                codes, scales = np.split(records, [codec.values // 4], axis=1)
                 pairs = (codes[..., None] >> np.arange(0, 8, 2, dtype=np.uint8)) & 3
                 levels = np.array([1, -1, 107 / 32, -107 / 32], dtype=np.float32)
-                numbers = (
-                    levels[pairs.reshape(-1, *codec.block_shape)]
-                    * _from_bf16_bytes(scales)[..., None]
-                )
+                numbers = _bf16_scaled(codec, levels[pairs], scales)
             case _:
                 raise NotImplementedError(codec.name)
         blocks = numbers.reshape(-1, *codec.block_shape)
@@ -154,9 +137,10 @@ def scale_codes(name: str, largest: NDArray[np.float32]) -> NDArray[np.uint8]:
     return np.where(largest > 0, codes, 0).astype(np.uint8)
 
 
-def _decode_groups(codec: Codec, records: Records) -> NDArray[np.float32]:
+def _decode_groups(
+    codec: Codec, codes: Records, scales: Records
+) -> NDArray[np.float32]:
     form = codec.form
-    codes, scales = np.split(records, [codec.values * form.code_bits // 8], axis=1)
     if form.code_bits == 4:
         codes = np.stack([codes & 15, codes >> 4], axis=-1)
     group = codec.values // scales.shape[1]
@@ -165,39 +149,47 @@ def _decode_groups(codec: Codec, records: Records) -> NDArray[np.float32]:
 
 
 def _encode_int8(codec: Codec, numbers: NDArray[np.float32]) -> Records:
-    finite = np.asarray(np.isfinite(numbers).all(axis=-1))
-    tokens = np.where(finite[..., None], numbers, np.float32(0))
+    finite, tokens = _finite_tokens(numbers)
     largest = np.abs(tokens).max(axis=-1).astype(BF16).astype(np.float32)
     scales = (largest / 127).astype(BF16).astype(np.float32)
     scales = np.clip(scales, 2.0**-133, 2.0**121)
-    codes = (
-        np.clip(np.rint(tokens / scales[..., None]), -127, 127)
-        .astype(np.int8)
-        .view(np.uint8)
-    )
+    codes = np.clip(np.rint(tokens / scales[..., None]), -127, 127).astype(np.int8)
+    return _records(codes.view(np.uint8), scales.astype(BF16).view(np.uint16), finite)
+
+
+def _finite_tokens(
+    numbers: NDArray[np.float32],
+) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
+    """Return which tokens are finite, and the tokens, with zeros for the others."""
+    finite = np.asarray(np.isfinite(numbers).all(axis=-1))
+    return finite, np.where(finite[..., None], numbers, np.float32(0))
+
+
+def _records(
+    codes: NDArray[np.uint8], scales: NDArray[np.uint16], finite: NDArray[np.bool_]
+) -> Records:
+    """Join codes [k, m, n] and scales [k, m], with NaN for tokens that are not
+    finite.
+    """
     codes[~finite] = NAN_CODE
-    words = np.where(finite, scales.astype(BF16).view(np.uint16), np.uint16(NAN_SCALE))
-    return np.concatenate(
-        [codes.reshape(-1, codec.values), words.view(np.uint8)], axis=1
-    )
+    scales = np.where(finite, scales, np.uint16(NAN_SCALE))
+    count, tokens, size = codes.shape
+    codes = codes.reshape(count, tokens * size)
+    return np.concatenate([codes, scales.view(np.uint8)], axis=1)
 
 
 def _encode_sign1(codec: Codec, numbers: NDArray[np.float32]) -> Records:
-    finite = np.asarray(np.isfinite(numbers).all(axis=-1))
-    magnitudes = np.where(finite[..., None], np.abs(numbers), 0).astype(np.float64)
+    finite, tokens = _finite_tokens(numbers)
+    magnitudes = np.abs(tokens).astype(np.float64)
     means = np.add.accumulate(magnitudes, axis=-1)[..., -1] / numbers.shape[-1]
     words = means.astype(np.float32).astype(BF16).view(np.uint16)
     codes = np.packbits(np.signbit(numbers), axis=-1, bitorder="little")
-    codes[~finite] = NAN_CODE
-    words = np.where(finite, words, np.uint16(NAN_SCALE))
-    return np.concatenate(
-        [codes.reshape(-1, codec.values // 8), words.view(np.uint8)], axis=1
-    )
+    return _records(codes, words, finite)
 
 
 def _encode_gauss2(codec: Codec, numbers: NDArray[np.float32]) -> Records:
-    finite = np.asarray(np.isfinite(numbers).all(axis=-1))
-    magnitudes = np.where(finite[..., None], np.abs(numbers), 0).astype(np.float64)
+    finite, tokens = _finite_tokens(numbers)
+    magnitudes = np.abs(tokens).astype(np.float64)
     width = numbers.shape[-1]
     squares = np.add.accumulate(magnitudes**2, axis=-1)[..., -1]
     is_large = magnitudes > (0.9816 * np.sqrt(squares / width))[..., None]
@@ -211,14 +203,14 @@ def _encode_gauss2(codec: Codec, numbers: NDArray[np.float32]) -> Records:
     words = scales.astype(np.float32).astype(BF16).view(np.uint16)
     # 2 ** 126
     words = np.minimum(words, np.uint16(0x7E80))
-    pairs = (np.signbit(numbers) | is_large << 1).reshape(
-        len(numbers), codec.values // 4, 4
-    )
+    pairs = (np.signbit(numbers) | is_large << 1).reshape(*finite.shape, width // 4, 4)
     codes = (pairs << np.arange(0, 8, 2)).sum(axis=-1).astype(np.uint8)
-    codes.reshape(*numbers.shape[:2], width // 4)[~finite] = NAN_CODE
-    words = np.where(finite, words, np.uint16(NAN_SCALE))
-    return np.concatenate([codes, words.view(np.uint8)], axis=1)
+    return _records(codes, words, finite)
 
 
-def _from_bf16_bytes(data: Records) -> NDArray[np.float32]:
-    return np.asarray(np.ascontiguousarray(data).view(BF16), dtype=np.float32)
+def _bf16_scaled(
+    codec: Codec, values: NDArray[np.float32], scales: Records
+) -> NDArray[np.float32]:
+    """Multiply the values of each token by its scale."""
+    numbers = np.asarray(np.ascontiguousarray(scales).view(BF16), dtype=np.float32)
+    return values.reshape(-1, *codec.block_shape) * numbers[..., None]

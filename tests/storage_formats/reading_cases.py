@@ -44,6 +44,13 @@ def evict(root, precision="bf16"):
                 time.sleep(0.01)
 
 
+def flip(path, offset, bit=0):
+    """Flip one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1 << bit
+    path.write_bytes(data)
+
+
 def without_queues(monkeypatch):
     """Let no engine use queues, as on a machine that has none."""
     for module in ("queues", "local_reads"):

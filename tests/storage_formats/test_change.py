@@ -26,7 +26,7 @@ from storage_formats.change import UnfinishedChangeError, begin_change, collect_
 from storage_formats.format.directory import locked
 from storage_formats.format.journal import Journal, read_journal, unfinished_journal
 from storage_formats.format.places import Directory
-from tests.conftest import environment, write_random_index
+from tests.conftest import environment, write_files, write_random_index
 
 SPEC = IndexSpec(22, 8, (2, 32), 4)
 
@@ -40,12 +40,7 @@ def index(tmp_path):
 def test_two_drivers_never_share_an_index(tmp_path):
     root = tmp_path / "index"
     with locked(root):
-        with (
-            pytest.raises(
-                EdjeError, match=f"process {os.getpid()} on .* is working on"
-            ),
-            locked(root),
-        ):
+        with pytest.raises(EdjeError, match=f"process {os.getpid()} on"), locked(root):
             pass
         assert root.exists()
     assert not root.exists()
@@ -107,18 +102,17 @@ def kill(root, kind, plan=None):
         Journal(kind, {}, begun._journal.base).write(Directory(root))
 
 
-@pytest.mark.parametrize("ends", ["the next change", "the removal of garbage"])
-def test_files_of_killed_writers_are_removed(index, ends):
+@pytest.mark.parametrize("has_journal", [True, False])
+def test_files_of_killed_writers_are_removed(index, has_journal):
     root, _ = index
     names = ("tokens/offset/c.0.0", "rows/rows-00000099.parquet", "ann/new.faiss")
+    if has_journal:
+        kill(root, "append")
+    write_files(root, dict.fromkeys(names, ""))
     paths = [root / name for name in names]
     paths.append(private_path(root / "index.json", Directory(root).staging))
-    if ends == "the next change":
-        kill(root, "append")
-    for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    if ends == "the next change":
+    paths[-1].touch()
+    if has_journal:
         delete_rows(root, [1])
     else:
         collect_garbage(root)
@@ -174,27 +168,27 @@ def test_garbage_is_removed_on_a_full_disk(index, tmp_path):
 
 
 def test_directories_of_a_new_index_survive_a_loss_of_power(tmp_path, monkeypatch):
-    flushed = []
+    flushed = set()
     fsync = os.fsync
-    monkeypatch.setattr(
-        os,
-        "fsync",
-        lambda fd: (flushed.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)),
-    )
+
+    def note(fd):
+        flushed.add(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
     with locked(tmp_path / "a/b/index"):
         pass
-    assert {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a/b")} <= set(flushed)
+    assert {str(tmp_path / each) for each in ("", "a", "a/b")} <= flushed
 
 
-def test_a_change_with_work_is_resumed_refused_or_discarded_in_words(index):
+def test_a_change_with_work_is_resumed_refused_or_discarded(index):
     root, _ = index
     with begin_change(root, "quantize", {"to": ["fp8"]}) as begun:
         begun.store_plan({"shards": 3})
     assert unfinished_journal(Directory(root)).kind == "quantize"
-    advice = r"'quantize' of .* has not finished .*or discard it$"
     for kind, request in (("quantize", {"to": ["int8"]}), ("delete", {})):
         with (
-            pytest.raises(UnfinishedChangeError, match=advice) as caught,
+            pytest.raises(UnfinishedChangeError, match="'quantize' of") as caught,
             begin_change(root, kind, request),
         ):
             pass
@@ -202,22 +196,17 @@ def test_a_change_with_work_is_resumed_refused_or_discarded_in_words(index):
     with begin_change(root, "quantize", {"to": ["fp8"]}) as begun:
         assert begun.plan == {"shards": 3}
     messages = []
-    removal = collect_garbage(root, notify=messages.append)
-    assert removal.discarded == "quantize"
-    assert messages == [
-        "discarding the unfinished 'quantize', which had 0 finished shards"
-    ]
+    assert collect_garbage(root, notify=messages.append).discarded == "quantize"
+    assert "which had 0 finished shards" in messages[0]
     assert read_journal(Directory(root)) is None
     assert verify_index(root) == []
 
 
-@pytest.mark.parametrize("damage", [b"", b"[]", b'{"kind": "append"}', b"[" * 100_000])
+@pytest.mark.parametrize("damage", ["", "[]", '{"kind": "append"}', "[" * 100_000])
 def test_a_damaged_journal_is_one_clear_error_until_it_is_discarded(index, damage):
     root, _ = index
-    layout = Directory(root)
-    layout.build.mkdir()
-    layout.journal.write_bytes(damage)
-    with pytest.raises(CorruptIndexError, match=r"journal\.json.*discard it") as caught:
+    write_files(root, {"build/journal.json": damage})
+    with pytest.raises(CorruptIndexError, match=r"journal\.json") as caught:
         delete_rows(root, [1])
     assert caught.value.remedy == "discard"
     remove_snapshots(root, None)
@@ -230,24 +219,17 @@ def test_trouble_after_the_commit_is_told_and_the_next_change_ends_it(
     root, _ = index
     real = change.remove_build
 
-    def fail(*arguments: object) -> None:
+    def fail(*arguments):
         if Manifest.load(root).snapshot.number:
             raise OSError(5, "Input/output error")
         real(*arguments)
 
-    def delete_nothing() -> None:
-        with begin_change(root, "delete") as begun:
-            manifest = begun.new_snapshot(begun.index.manifest, {"rows": 0})
-            begun.commit(manifest)
-
     with monkeypatch.context() as patch:
         patch.setattr(change, "remove_build", fail)
-        with pytest.raises(
-            EdjeError, match=r"the change is committed, but .*does what is left"
-        ):
-            delete_nothing()
+        with pytest.raises(EdjeError, match="the change is committed, but"):
+            delete_rows(root, [1])
     assert Manifest.load(root).snapshot.number == 1
     assert verify_index(root) == []
     assert unfinished_journal(Directory(root)) is None
-    assert delete_rows(root, [1]).snapshot == 2
+    assert delete_rows(root, [2]).snapshot == 2
     assert not Directory(root).journal.exists()

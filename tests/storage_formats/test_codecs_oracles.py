@@ -13,7 +13,7 @@ from storage_formats import codec
 BF16 = ml_dtypes.bfloat16
 
 
-def tokens() -> np.ndarray:
+def tokens():
     """Gaussian tokens of magnitudes 2 ** -40 to 2 ** 40, with zeros, equal groups
     and outliers: bf16 [100, 8, 384].
     """
@@ -63,17 +63,3 @@ def test_mxfp4_equals_torchao():
     ]
     ours = codec("mxfp4", (8, 384)).encode(blocks)
     assert (ours == np.concatenate(theirs, axis=1)).all()
-
-
-@pytest.mark.parametrize("name", ["fp8", "mxfp4", "nvfp4"])
-def test_products_are_bfloat16_without_rounding(name):
-    """For every code and every scale with normal products: bfloat16 holds the
-    float32 product exactly.
-    """
-    form = codec(name).form
-    with np.errstate(over="ignore"):
-        exact = form.scale_values[:, None] * form.values
-        narrow = exact.astype(BF16).astype(np.float32)
-    normal = (np.abs(exact) >= 2.0**-126) | (exact == 0)
-    assert normal.sum() > 0.49 * exact.size
-    np.testing.assert_array_equal(narrow[normal], exact[normal])

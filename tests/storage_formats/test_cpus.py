@@ -24,7 +24,6 @@ def test_without_a_container_the_affinity_decides(tmp_path):
         # not mounted, as in a container
         ("0::/slice/job", {"cpu.max": "40 10"}, 4),
         ("0::/slice/job", {"cpu.max": "max 100000", "other/cpu.max": "10 10"}, 8),
-        ("0::/", {"cpu.max": ""}, 8),
         (
             "4:memory:/\n1:cpu,cpuacct:/slice/job\n0::/",
             {

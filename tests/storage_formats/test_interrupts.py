@@ -6,26 +6,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from storage_formats import TokenStore
-from storage_formats.format.layout import IndexSpec
 from storage_formats.reading.queues import Queue
 from tests.conftest import REPO, same_bits, write_random_index
 from tests.storage_formats.reading_cases import ALL, SPEC, linux, needs_queues
-
-LARGE = IndexSpec(
-    200,
-    64,
-    (64, 384),
-    4,
-    precisions=("bf16", "fp8", "nvfp4"),
-)
-
-
-class Interruption(BaseException):
-    """What a signal handler raises."""
 
 
 @needs_queues
@@ -38,34 +26,24 @@ def test_a_queue_is_emptied_and_dropped_after_an_exception(
     """
     store = TokenStore.open(built[0], "bf16", "direct")
     real = getattr(Queue, method)
+    close = Queue.close
     closed = []
-    monkeypatch.setattr(
-        Queue,
-        "close",
-        lambda self, close=Queue.close: (close(self), closed.append(self)),
-    )
+    monkeypatch.setattr(Queue, "close", lambda self: (close(self), closed.append(self)))
 
     def interrupted(self, *arguments):
         real(self, *arguments)
-        raise Interruption
+        raise KeyboardInterrupt
 
     out = store.empty(SPEC.rows)
     for _ in range(3):
         with monkeypatch.context() as patch:
             patch.setattr(Queue, method, interrupted)
-            with pytest.raises(Interruption):
+            with pytest.raises(KeyboardInterrupt):
                 store.fetch(range(SPEC.rows), out=out)
         out[:] = 1
         assert same_bits(store.fetch(range(SPEC.rows)), whole["bf16"])
         assert (out == 1).all()
     assert len(closed) == 3
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory):
-    root = tmp_path_factory.mktemp("large")
-    write_random_index(root, LARGE)
-    return root
 
 
 @linux
@@ -75,15 +53,17 @@ def large(tmp_path_factory):
     + [
         pytest.param(engine, precision, 500, shots, marks=pytest.mark.slow)
         for engine in ALL
-        for precision in LARGE.precisions
+        for precision in SPEC.precisions
         for shots in (1, 3)
     ],
 )
-def test_interrupted_fetches(large, engine, precision, count, shots):
+def test_interrupted_fetches(tmp_path, engine, precision, count, shots):
     """In a process of its own, which a crash or a hang does not harm."""
     if engine not in ALL:
         pytest.skip(f"no {engine} here")
-    arguments = [str(large), precision, engine, str(count), str(shots), "0"]
+    spec = replace(SPEC, rows=150, block_shape=(64, 384), precisions=(precision,))
+    write_random_index(tmp_path, spec)
+    arguments = [str(tmp_path), precision, engine, str(count), str(shots)]
     done = subprocess.run(
         [sys.executable, "-m", "tests.storage_formats.interrupted_fetches", *arguments],
         cwd=REPO,

@@ -52,6 +52,12 @@ EVERYTHING = {
 }
 
 
+@pytest.fixture
+def root(tmp_path):
+    write_random_index(tmp_path, SPEC)
+    return tmp_path
+
+
 def change(root, **members):
     value = {**json.loads((root / "index.json").read_text()), **members}
     (root / "index.json").write_text(
@@ -62,24 +68,14 @@ def change(root, **members):
 @pytest.mark.parametrize(
     "members",
     [
-        {"counts": {"inputs": 5, "indexed": 5, "duplicates": 0, "failed": []}},
-        {
-            "counts": {
-                "inputs": 5,
-                "indexed": 5,
-                "duplicates": 0,
-                "failed": {"empty": None},
-            }
-        },
+        {"counts": {**EVERYTHING["counts"], "failed": []}},
+        {"counts": {**EVERYTHING["counts"], "failed": {"empty": None}}},
         {"counts": []},
-        {"shard_tables": [{"path": "manifest/\0", "bytes": 1, "crc32c": "00000000"}]},
         {"shard_tables": []},
-        {
-            "ann": {
-                "kind": "flat",
-                "files": [{"path": "ann/\0", "bytes": 1, "crc32c": "00000000"}],
-            }
-        },
+        {"snapshot": "x"},
+        {"snapshot": {**EVERYTHING["snapshot"], "change": [1]}},
+        {"snapshot": {**EVERYTHING["snapshot"], "deleted": {"path": 1}}},
+        {"segments": [1]},
         {"ann": {"kind": "flat", "files": 5}},
         {"ann": []},
         {"precisions": [{"name": "bf16"}]},
@@ -90,12 +86,11 @@ def change(root, **members):
         {"encoded_from": {"bf16": 5}},
     ],
 )
-def test_senseless_members_are_damage(tmp_path, members):
-    write_random_index(tmp_path, SPEC)
-    change(tmp_path, **members)
+def test_senseless_members_are_damage(root, members):
+    change(root, **members)
     with pytest.raises(CorruptIndexError, match="is damaged"):
-        Manifest.load(tmp_path)
-    assert [problem.code for problem in verify_index(tmp_path)] == ["manifest"]
+        Manifest.load(root)
+    assert [problem.code for problem in verify_index(root)] == ["manifest"]
 
 
 def integers(value, *path):
@@ -108,35 +103,29 @@ def integers(value, *path):
         yield from integers(each, *path, key)
 
 
-def test_a_number_that_cannot_be_a_count_is_damage(tmp_path):
-    write_random_index(tmp_path, SPEC)
-    change(tmp_path, **EVERYTHING)
-    whole = json.loads((tmp_path / "index.json").read_text())
-    Manifest.load(tmp_path)
+def test_a_number_that_cannot_be_a_count_is_damage(root):
+    change(root, **EVERYTHING)
+    whole = json.loads((root / "index.json").read_text())
+    Manifest.load(root)
     members = list(integers(whole))
     assert len(members) == 28
     for *path, last in members:
         for wrong in (-1, 10**30, True, 1.5, "1", []):
             value = copy.deepcopy(whole)
-            part = functools.reduce(operator.getitem, path, value)
-            part[last] = wrong
+            functools.reduce(operator.getitem, path, value)[last] = wrong
             data = json.dumps({**value, "crc32c": json_checksum(value)}).encode()
             with pytest.raises(CorruptIndexError, match="is damaged"):
                 Manifest.parse(data, "index.json")
 
 
-def test_counts_that_do_not_add_up_name_the_file(tmp_path):
-    write_random_index(tmp_path, SPEC)
-    change(tmp_path, counts={"inputs": 5, "indexed": 5, "duplicates": 1, "failed": {}})
-    with pytest.raises(
-        CorruptIndexError, match=r"index\.json is damaged: .* = 6, not 5.*; restore"
-    ):
-        Manifest.load(tmp_path)
+def test_counts_that_do_not_add_up_name_the_file(root):
+    change(root, counts={"inputs": 5, "indexed": 5, "duplicates": 1, "failed": {}})
+    with pytest.raises(CorruptIndexError, match=r"index\.json .* = 6, not 5"):
+        Manifest.load(root)
 
 
 @pytest.mark.parametrize("name", ["fp16", "mxfp8"])
-def test_a_precision_that_was_removed_is_named(tmp_path, name):
-    write_random_index(tmp_path, SPEC)
-    change(tmp_path, precisions=["bf16", name])
-    with pytest.raises(UsageError, match=rf"'{name}' was removed; edje-index 0\.1\.0"):
-        TokenStore.open(tmp_path)
+def test_a_precision_that_was_removed_is_named(root, name):
+    change(root, precisions=["bf16", name])
+    with pytest.raises(UsageError, match=rf"'{name}' was removed; .* 0\.1\.0"):
+        TokenStore.open(root)

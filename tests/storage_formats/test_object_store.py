@@ -25,9 +25,9 @@ from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout
 from storage_formats.remote import objects
 from storage_formats.remote.objects import ObjectFolder, ObjectStoreError
-from tests.conftest import rows_path, same_bits
+from tests.conftest import rows_path, same_bits, write_files
 from tests.object_store import every, use_endpoint
-from tests.storage_formats.reading_cases import SPEC
+from tests.storage_formats.reading_cases import SPEC, flip
 
 # they start a server
 pytestmark = pytest.mark.slow
@@ -69,20 +69,6 @@ def own(server, built, tmp_path):
     return root, url
 
 
-@pytest.mark.parametrize("precision", SPEC.precisions)
-def test_blocks_equal_those_of_a_local_fetch(stored, whole, precision):
-    row_ids = np.random.default_rng(1).integers(0, SPEC.rows, 500)
-    with (
-        TokenStore.open(URL, precision) as remote,
-        TokenStore.open(stored[0], precision) as local,
-    ):
-        assert same_bits(remote.fetch(row_ids), whole[precision][row_ids])
-        assert same_bits(remote.fetch(range(SPEC.rows)), whole[precision])
-        assert (remote.fetch_records(row_ids) == local.fetch_records(row_ids)).all()
-        assert same_bits(next(remote.iter_fetch([row_ids])), whole[precision][row_ids])
-        assert len(remote.fetch([])) == 0
-
-
 def test_an_index_opens_by_plain_http(built, server, whole):
     copy_index(built[0], "s3://public/photos.edje")
     with TokenStore.open(f"{server}/public/photos.edje") as store:
@@ -93,21 +79,13 @@ def test_profiles_of_the_aws_tools_are_read(
     stored, server, whole, tmp_path, monkeypatch
 ):
     pytest.importorskip("botocore")
-    config = f"[profile lab]\nregion = us-east-1\nendpoint_url = {server}\n"
-    (tmp_path / ".aws").mkdir()
-    (tmp_path / ".aws" / "config").write_text(config)
     keys = f"aws_access_key_id = {os.environ['AWS_ACCESS_KEY_ID']}\n"
     keys += f"aws_secret_access_key = {os.environ['AWS_SECRET_ACCESS_KEY']}\n"
-    (tmp_path / ".aws" / "credentials").write_text(
-        f"[default]\naws_access_key_id = other\n[lab]\n{keys}"
-    )
-    for name in (
-        "AWS_ACCESS_KEY_ID",
-        "AWS_SECRET_ACCESS_KEY",
-        "AWS_REGION",
-        "AWS_ENDPOINT_URL",
-    ):
-        monkeypatch.delenv(name)
+    profile = f"[profile lab]\nregion = us-east-1\nendpoint_url = {server}\n"
+    credentials = f"[default]\naws_access_key_id = other\n[lab]\n{keys}"
+    write_files(tmp_path / ".aws", {"config": profile, "credentials": credentials})
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "REGION", "ENDPOINT_URL"):
+        monkeypatch.delenv(f"AWS_{name}")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_PROFILE", "lab")
     with TokenStore.open(URL) as store:
@@ -139,10 +117,7 @@ def test_a_store_that_never_responds_gives_an_error_that_names_the_object(
     store = TokenStore.open(URL)
     store.fetch([1])
     proxy.fault = every(1, fault, TOKENS)
-    with pytest.raises(
-        ObjectStoreError,
-        match=r"s3://bucket/photos.edje/tokens/bf16/c.0.0.0 failed.*try again",
-    ):
+    with pytest.raises(ObjectStoreError, match=f"{URL}/tokens/bf16/c.0.0.0 failed"):
         store.fetch([1])
     proxy.fault = every(1 << 40, fault)
     assert len(store.fetch([1])) == 1
@@ -155,10 +130,7 @@ def test_refused_credentials_are_named_also_if_they_refuse_a_conditional_write(p
         lambda: folder.info("index.json"),
         lambda: folder.replace("build/claim.json", b"x", None),
     ):
-        with pytest.raises(
-            objects.AccessDeniedError,
-            match=r"^a request for .* failed: access denied; check .* the credentials",
-        ):
+        with pytest.raises(objects.AccessDeniedError, match="the credentials"):
             request()
 
 
@@ -202,18 +174,13 @@ def test_a_reader_of_a_dropped_precision_is_told_to_open_the_index_again(own):
     with TokenStore.open(url) as store:
         quantize_index(root, drop=["bf16"])
         copy_index(root, url, replace=True)
-        with pytest.raises(
-            CorruptIndexError, match=r"Call refresh\(\), or open the index again"
-        ):
+        with pytest.raises(CorruptIndexError, match=r"Call refresh\(\), or open"):
             store.fetch([1])
-        with pytest.raises(
-            UsageError,
-            match="does not have precision 'bf16'; choose one of: fp8, nvfp4",
-        ):
+        with pytest.raises(UsageError, match="'bf16'; choose one of: fp8, nvfp4"):
             store.refresh()
 
 
-def overwrite(url: str, key: str, data: bytes) -> None:
+def overwrite(url, key, data):
     ObjectFolder.open(url).put(key, lambda: [data], length=len(data), metadata={})
 
 
@@ -233,14 +200,11 @@ def test_many_objects_are_deleted_and_listed_with_few_requests(server, proxy):
 
 def test_a_damaged_block_is_an_error_that_names_its_row_and_object(own):
     root, url = own
-    data = bytearray(Layout(root).token_shard("bf16", 1).read_bytes())
-    data[3 * 512] ^= 1
-    overwrite(url, "tokens/bf16/c.1.0.0", bytes(data))
+    path = Layout(root).token_shard("bf16", 1)
+    flip(path, 3 * 512)
+    overwrite(url, "tokens/bf16/c.1.0.0", path.read_bytes())
     with TokenStore.open(url) as store:
-        with pytest.raises(
-            CorruptIndexError,
-            match=r"row 67 is damaged.*s3://bucket/own-\d+.edje/tokens",
-        ) as caught:
+        with pytest.raises(CorruptIndexError, match=f"{url}/tokens") as caught:
             store.fetch([66, 67, 68])
         assert caught.value.row_ids == (67,)
         assert len(store.fetch([66, 68])) == 2
@@ -251,51 +215,51 @@ def test_a_damaged_file_never_enters_the_cache(own, cache, key):
     root, url = own
     if key == "rows":
         key = rows_path(root).relative_to(root).as_posix()
-    data = (root / key).read_bytes()
-    overwrite(url, key, data[:-1] + bytes([data[-1] ^ 1]))
-    for _ in range(2):
-        with pytest.raises(
-            CorruptIndexError, match=f"{key} is not the file that was committed"
-        ):
+
+    def read():
+        return (
             read_rows(url, [66]) if "rows" in key else TokenStore.open(url).fetch([66])
+        )
+
+    data = (root / key).read_bytes()
+    flip(root / key, -1)
+    overwrite(url, key, (root / key).read_bytes())
+    for _ in range(2):
+        with pytest.raises(CorruptIndexError, match=f"{key} is not the file"):
+            read()
     assert not list(cache.rglob(Path(key).name))
     overwrite(url, key, data)
-    assert read_rows(url, [66])["row_id"].to_pylist() == [66]
-    assert len(TokenStore.open(url).fetch([66])) == 1
+    assert len(read()) == 1
 
 
 def test_a_missing_or_short_object_is_an_error(own):
     root, url = own
-    folder = ObjectFolder.open(url)
+    key = "tokens/bf16/c.1.0.0"
     store = TokenStore.open(url)
-    folder.delete(["tokens/bf16/c.1.0.0"])
-    with pytest.raises(CorruptIndexError, match=r"c.1.0.0 is missing, or ends before"):
+    ObjectFolder.open(url).delete([key])
+    with pytest.raises(CorruptIndexError, match=f"{key} is missing"):
         store.fetch([66])
-    overwrite(
-        url, "tokens/bf16/c.1.0.0", (root / "tokens/bf16/c.1.0.0").read_bytes()[:700]
-    )
-    with pytest.raises(CorruptIndexError, match=r"c.1.0.0 is missing, or ends before"):
+    overwrite(url, key, (root / key).read_bytes()[:700])
+    with pytest.raises(CorruptIndexError, match=f"{key} is missing, or ends before"):
         store.fetch([66])
     overwrite(url, "tokens/bf16/c.4.0.0", b"short")
-    with pytest.raises(CorruptIndexError, match=r"c.4.0.0 has 5 bytes instead of \d+"):
+    with pytest.raises(CorruptIndexError, match=r"c.4.0.0 has 5 bytes"):
         TokenStore.open(url)
 
 
 def test_what_is_no_index_is_refused(server, stored):
-    with pytest.raises(UsageError, match="there is no index at s3://bucket/nothing"):
-        TokenStore.open("s3://bucket/nothing")
-    with pytest.raises(UsageError, match="names no bucket"):
-        TokenStore.open("s3:///photos.edje")
-    with pytest.raises(
-        UsageError, match="'portable' cannot read an index on an object store"
-    ):
-        TokenStore.open(URL, engine="portable")
     overwrite("s3://bucket/begun", "build/claim.json", b"{}")
-    with pytest.raises(IncompleteIndexError, match="is unfinished"):
-        TokenStore.open("s3://bucket/begun")
     overwrite("s3://bucket/noise", "index.json", b"\xff\xfe{")
-    with pytest.raises(CorruptIndexError, match="s3://bucket/noise/index"):
-        TokenStore.open("s3://bucket/noise")
+    for url, error, words in (
+        ("s3://bucket/nothing", UsageError, "there is no index at s3://bucket/nothing"),
+        ("s3:///photos.edje", UsageError, "names no bucket"),
+        ("s3://bucket/begun", IncompleteIndexError, "is unfinished"),
+        ("s3://bucket/noise", CorruptIndexError, "s3://bucket/noise/index"),
+    ):
+        with pytest.raises(error, match=words):
+            TokenStore.open(url)
+    with pytest.raises(UsageError, match="'portable' cannot read"):
+        TokenStore.open(URL, engine="portable")
 
 
 def test_an_index_cannot_lead_the_cache_out_of_its_directory(own, cache, tmp_path):

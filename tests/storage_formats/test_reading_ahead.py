@@ -44,15 +44,12 @@ def test_it_reads_at_most_ahead_batches_in_advance(built):
         next(TokenStore.open(built[0]).iter_fetch([[1]], ahead=0))
 
 
-@pytest.mark.parametrize("error", [UsageError, ZeroDivisionError])
-def test_it_ends_its_thread_after_an_error(built, error):
-    def batches():
-        yield [1]
-        if error is ZeroDivisionError:
-            raise ZeroDivisionError
-        yield [10**9]
-        yield from ([number] for number in range(50))
-
+@pytest.mark.parametrize(
+    ("row_id", "error"),
+    [(lambda: 10**9, UsageError), (lambda: 1 // 0, ZeroDivisionError)],
+)
+def test_it_ends_its_thread_after_an_error(built, row_id, error):
+    batches = ([row_id()] for _ in range(50))
     with pytest.raises(error):
-        list(TokenStore.open(built[0]).iter_fetch(batches()))
+        list(TokenStore.open(built[0]).iter_fetch(batches))
     assert not threads()
