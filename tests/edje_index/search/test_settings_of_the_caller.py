@@ -24,7 +24,6 @@ from edje_index.bundles.random_bundle import TINY
 from edje_index.evaluation.explain import explain_index
 from pipelines import build_index
 from storage_formats import TokenStore
-from tests.edje_index.search.indexes import build_photos
 
 
 @contextlib.contextmanager
@@ -47,9 +46,7 @@ def default_device(device: str) -> Iterator[None]:
 
 SETTINGS: dict[str, Callable[[], Any]] = {
     "float64": lambda: default_dtype(torch.float64),
-    "bfloat16": lambda: default_dtype(torch.bfloat16),
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "device": lambda: torch.device("meta"),
     "default device": lambda: default_device("meta"),
 }
 
@@ -82,12 +79,6 @@ def results(root: Path, model: Path, folder: Path) -> dict[str, Any]:
         },
         "explain": (explained.words, explained.match and explained.match.parts),
     }
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    root = build_photos(tmp_path_factory.mktemp("photos"))[0]
-    return root, Path(TokenIndex.open(root).model.info.path)
 
 
 @pytest.fixture(scope="module")
