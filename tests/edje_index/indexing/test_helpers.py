@@ -145,7 +145,7 @@ def test_killed_processes_are_replaced(jobs, victim):
     helpers.prepare(jobs[:1])
     rng = np.random.default_rng(0)
     with ThreadPoolExecutor(1) as pool:
-        for _ in range(10 if victim == "helper" else 1):
+        for _ in range(5 if victim == "helper" else 1):
             helpers.pixels[:] = 0
             prepared = pool.submit(prepare_all, helpers, jobs)
             time.sleep(rng.uniform(0, 0.02))
