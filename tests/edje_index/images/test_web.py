@@ -27,28 +27,14 @@ from tests.web_server import Handler, WebServer, serving, web_server
 DATA = bytes(range(256)) * 40
 
 
-@pytest.fixture(scope="module")
-def running():
-    with web_server() as server:
-        yield server
-
-
 @pytest.fixture
-def server(running, monkeypatch):
+def server(monkeypatch):
     """An empty server; pauses between attempts are short."""
-    for part in (
-        running.files,
-        running.faults,
-        running.responses,
-        running.requests,
-        running.open_requests,
-    ):
-        part.clear()
-    running.ranges = True
     monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
     monkeypatch.setattr(remote, "_LONGEST_PAUSE", 0.02)
     monkeypatch.setattr("edje_index.images.transient.PAUSES", (0.0,))
-    return running
+    with web_server() as running:
+        yield running
 
 
 def ref(server: WebServer, path: str, **fields: object) -> InputRef:
@@ -103,12 +89,7 @@ def test_passing_trouble_is_overcome(server, fault):
 
 @pytest.mark.parametrize(
     ("status", "reason"),
-    [
-        ("404", "missing"),
-        ("410", "missing"),
-        ("401", "unreadable"),
-        ("403", "unreadable"),
-    ],
+    [("404", "missing"), ("410", "missing"), ("403", "unreadable")],
 )
 def test_refusals_are_not_repeated(server, status, reason):
     server.files["/a.jpg"] = DATA
@@ -132,9 +113,7 @@ def test_large_files_are_refused_before_they_are_read(server):
         {"Content-Length": "999999999999"},
         b"x",
     )
-    chunks = (
-        b"".join(b"400\r\n" + bytes(1024) + b"\r\n" for _ in range(100)) + b"0\r\n\r\n"
-    )
+    chunks = (b"400\r\n" + bytes(1024) + b"\r\n") * 100 + b"0\r\n\r\n"
     server.responses["/endless.jpg"] = lambda headers: (
         200,
         {"Transfer-Encoding": "chunked", "Content-Length": ""},
@@ -149,23 +128,16 @@ def test_large_files_are_refused_before_they_are_read(server):
 
 
 def test_redirects(server):
+    def redirect(path: str, location: str) -> str:
+        server.responses[path] = lambda headers: (302, {"Location": location}, b"")
+        return f"{server.url}{path}"
+
     server.files["/b.jpg"] = DATA
-    server.responses["/a.jpg"] = lambda headers: (302, {"Location": "/b.jpg"}, b"")
-    server.responses["/loop.jpg"] = lambda headers: (
-        302,
-        {"Location": "/loop.jpg"},
-        b"",
-    )
-    server.responses["/local.jpg"] = lambda headers: (
-        302,
-        {"Location": "file:///etc/hostname"},
-        b"",
-    )
-    assert read_remote(f"{server.url}/a.jpg", 1 << 20) == DATA
+    assert read_remote(redirect("/a.jpg", "/b.jpg"), 1 << 20) == DATA
     with pytest.raises(UnreachableError, match="redirects"):
-        read_remote(f"{server.url}/loop.jpg", 1 << 20)
+        read_remote(redirect("/loop.jpg", "/loop.jpg"), 1 << 20)
     with pytest.raises(OSError, match="not a valid URL"):
-        read_remote(f"{server.url}/local.jpg", 1 << 20)
+        read_remote(redirect("/local.jpg", "file:///etc/hostname"), 1 << 20)
 
 
 def test_a_server_that_stalls(server, monkeypatch):
