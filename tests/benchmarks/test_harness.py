@@ -7,7 +7,7 @@ import os
 import pytest
 
 from benchmarks import harness
-from benchmarks.harness import Task, faster, report_lines, run, summaries
+from benchmarks.harness import Task, faster, run, summaries
 from storage_formats.errors import UsageError
 
 ABOUT = {
@@ -87,7 +87,9 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path):
     assert "124" in failed["problem"]
 
 
-def test_an_interrupted_benchmark_continues(tmp_path):
+def test_an_interrupted_benchmark_continues(tmp_path, monkeypatch):
+    """And its report needs no matplotlib."""
+
     def stop(line):
         if line.startswith("2/2"):
             raise KeyboardInterrupt
@@ -97,28 +99,20 @@ def test_an_interrupted_benchmark_continues(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(ABOUT, tasks, *paths, stop)
     said = []
-    report = run(ABOUT, tasks, *paths, said.append)
+    monkeypatch.setattr(harness, "find_spec", lambda name: None)
+    folder = tmp_path / "out"
+    report = run(ABOUT, tasks, *paths, said.append, report_folder=folder)
+    assert said[0] == "the report has no picture: matplotlib is not installed"
+    assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".md"]
     assert not any(line.startswith("1/2") for line in said)
     assert "1 runs were measured before an interruption" in said
     assert [row["ratio"] for row in report["rows"] if row["values"]] == [1, 2]
 
 
-def test_what_the_end_needs_is_checked_at_the_start(tmp_path, monkeypatch):
-    """A folder that cannot be written ends the benchmark before its first run, and a
-    report needs no matplotlib.
-    """
-    paths = (tmp_path, tmp_path / "scratch")
+def test_a_folder_that_cannot_be_written_ends_it_before_its_first_run(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot write the report"):
-        run(ABOUT, [], *paths, print, report_folder=tmp_path / "file")
-    monkeypatch.setattr(harness, "find_spec", lambda name: None)
-    said = []
-    run(ABOUT, [task("ours", 1)], *paths, said.append, report_folder=tmp_path / "out")
-    assert said[0] == "the report has no picture: matplotlib is not installed"
-    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [
-        ".json",
-        ".md",
-    ]
+        run(ABOUT, [], tmp_path, tmp_path, print, report_folder=tmp_path / "file")
 
 
 def result(subject, rate, repeat, case="cold"):
@@ -144,25 +138,3 @@ def test_a_row_has_the_median_and_the_ratio_to_runs_of_the_same_turn():
     assert peer["problems"] == ["not cold"]
     assert device["ratio"] == 0.1
     assert [*faster(rows, "ours")] == [], "the device is no library"
-    text = "\n".join(
-        report_lines(
-            {
-                **ABOUT,
-                "command": "edje-index bench demo",
-                "environment": WHERE,
-                "verdict": [],
-                "rows": rows,
-                "subjects": {**ABOUT["subjects"], "the device": ("3", "")},
-            }
-        )
-    )
-    assert "| the device, 3 | 1,000 (0.10) |" in text
-
-
-WHERE = {
-    "date": "2026-01-01",
-    "versions": {},
-    **dict.fromkeys(("cores", "processor", "memory_gib", "kernel", "python"), "x"),
-    "disk": "/dev/sda",
-    "load": "0.1 before the first run",
-}
