@@ -91,14 +91,6 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(page):
             assert anchor in anchors, f"{page.name} links to #{anchor} of {target}"
 
 
-def test_the_readme_is_short_and_begins_with_a_picture_and_a_command():
-    lines = (REPO / "README.md").read_text().splitlines()
-    assert len(lines) <= 100
-    (picture,) = (n for n, line in enumerate(lines) if line.startswith("!["))
-    command = next(n for n, line in enumerate(lines) if line.startswith("    "))
-    assert picture < command < 20
-
-
 def test_every_page_has_a_place_in_the_site():
     navigation = (REPO / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     for page in (REPO / "docs").glob("*.md"):

@@ -25,17 +25,13 @@ ROWS = 1100
 def write_guide_files(folder: Path, bundle: Path) -> None:
     """Photos, captions, a model, and an index with metadata and three snapshots."""
     rng = np.random.default_rng(0)
-    for name in ("photos/2019", "photos/2026", "shards"):
-        (folder / name).mkdir(parents=True)
+    photos = folder / "photos"
+    for path in (photos / "2019", photos / "2026", folder / "shards"):
+        path.mkdir(parents=True)
     paths = [
-        folder / "photos" / ("2019" if row < 3 else "") / f"{row:05}.png"
-        for row in range(ROWS)
+        photos / ("2019" if row < 3 else "") / f"{row:05}.png" for row in range(ROWS)
     ]
-    for path in [
-        *paths,
-        folder / "photos/2026/new.png",
-        folder / "photos/2026/lake.jpg",
-    ]:
+    for path in [*paths, photos / "2026/new.png", photos / "2026/lake.jpg"]:
         Image.fromarray(rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(path)
     paths[9].write_bytes(b"no image")
     (folder / "some-photos").mkdir()
