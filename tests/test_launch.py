@@ -1,12 +1,9 @@
 """The installed command, where other modules have the names of its packages."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -20,9 +17,7 @@ START = "import importlib, sys; name, _, call = sys.argv.pop(1).partition(':'); 
 START += "sys.exit(getattr(importlib.import_module(name), call)())"
 
 
-def run_python(
-    folder: Path, words: list[str], *path: Path
-) -> subprocess.CompletedProcess[str]:
+def run_python(folder, words, *path):
     """Run Python in `folder`, with `path` as PYTHONPATH."""
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
     return subprocess.run(
@@ -34,13 +29,13 @@ def run_python(
     )
 
 
-def write_module(shadow: Path, name: str) -> None:
+def write_module(shadow, name):
     (shadow / f"{name}.py").write_text(
         "raise ImportError('not the package of edje-index')"
     )
 
 
-def write_package(shadow: Path, name: str) -> None:
+def write_package(shadow, name):
     (shadow / name).mkdir()
     (shadow / name / "__init__.py").write_text("")
 
@@ -55,7 +50,18 @@ def test_modules_of_the_same_names_hide_no_package(tmp_path, write):
     assert "make-synthetic" in done.stdout
 
 
-def run_script(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+def test_processes_that_it_starts_find_the_packages_too(tmp_path):
+    write_module(tmp_path, "pipelines")
+    child = "subprocess.run([sys.executable, '-c', 'import pipelines.cli'])"
+    code = "import subprocess, sys; from storage_formats import launch"
+    code += (
+        f"; sys.argv[1:] = ['--version']; launch.main(); sys.exit({child}.returncode)"
+    )
+    done = run_python(REPO / "docs", ["-c", code], tmp_path, REPO)
+    assert done.returncode == 0, done.stderr
+
+
+def run_script(folder, script):
     """Run a script in `folder`, which comes before this repository in the search
     path of Python.
     """

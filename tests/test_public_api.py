@@ -2,17 +2,13 @@
 example; every example runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import doctest
 import importlib
 import inspect
 import json
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -27,7 +23,6 @@ from edje_index.integrations.documents import find_images, rerank_metadata
 from pipelines import build_index
 from pipelines.service.server import listen
 from storage_formats import (
-    IndexWriter,
     RowIdError,
     TokenStore,
     UsageError,
@@ -93,7 +88,7 @@ def files(tmp_path_factory, tiny_bundle):
 
 
 @contextlib.contextmanager
-def fresh_files(files: Path) -> Iterator[None]:
+def fresh_files(files):
     """`files` as the working directory, restored afterwards; their path stays,
     because the index holds it.
     """
@@ -107,7 +102,7 @@ def fresh_files(files: Path) -> Iterator[None]:
         saved.rename(files)
 
 
-def undescribed_members(value: type) -> Iterator[str]:
+def undescribed_members(value):
     """Yield the names of public methods and properties of a class that have no
     docstring.
     """
@@ -143,16 +138,7 @@ def test_examples_of_a_module_run(module, files):
     assert runner.failures == 0
 
 
-def rows_of_new_index(m: int) -> int:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        IndexWriter.create(f"{folder}/new", block_shape=(m, 16), embed_dim=8) as writer,
-    ):
-        blocks = np.ones((2, 4, 16), np.float32)
-        return len(writer.append(blocks, np.ones((2, 8), np.float32)))
-
-
-def rows_of_late_interaction(k: int) -> list[int]:
+def rows_of_late_interaction(k):
     search = LateInteractionSearch.open("pages.edje")
     return [hit.row_id for hit in search.search(np.ones((1, 16)), k, row_ids=range(9))]
 
@@ -182,12 +168,7 @@ NUMBERS: dict[str, tuple[float, Callable[[Any, TokenIndex], Any]]] = {
         lambda n, index: [len(each) for each in index.store.iter_fetch([[1]], n)],
     ),
     "late interaction": (3, lambda n, _: rows_of_late_interaction(n)),
-    "near_duplicates": (
-        0.5,
-        lambda n, _: edje_index.near_duplicates("photos.edje", n),
-    ),
     "snapshot": (0, lambda n, _: len(TokenStore.open("photos.edje", snapshot=n))),
-    "IndexWriter block_shape": (4, lambda n, _: rows_of_new_index(n)),
     "Client timeout": (1.5, lambda n, _: Client("http://a", timeout=n).close()),
     "listen": (0, lambda n, _: listen("127.0.0.1", n).close()),
 }

@@ -1,10 +1,7 @@
 """What `bench fetch` measures: states of the page cache, calls and subjects."""
 
-from __future__ import annotations
-
 import json
 import mmap
-import re
 import shutil
 
 import numpy as np
@@ -104,7 +101,7 @@ def test_the_verdict_says_why_a_cold_rate_is_missing(index, tmp_path):
     assert "edje-index was not measured (not cold: 100.0% of the pages" in second
 
 
-def rates(subject: str, per_second: float) -> dict[str, object]:
+def rates(subject, per_second):
     """A result of reads from a cold page cache."""
     values = {
         "GB/s": per_second * 4096 / 1e9,
@@ -190,18 +187,14 @@ def test_everything_on_an_index(index, run, tmp_path):
     rows = json.loads(out)["rows"]
     assert {row["group"] for row in rows} == {"bf16", "fp8"}
     assert any(" 100 per call" in row["table"] for row in rows)
-    assert all(row["command"] for row in rows)
     measured = {(row["subject"], row["case"]) for row in rows if row["values"]}
-    assert {("edje-index", "cold"), ("np.memmap", "warm")} <= measured
-    assert ("edje-index records", "warm") in measured
+    assert {(READER, "cold"), ("np.memmap", "warm"), (RECORDS, "warm")} <= measured
     assert (DEVICE, "cold") in measured or shutil.which("fio") is None
-    assert re.search(r"^1/\d+, \d+ min left: ", err, re.MULTILINE)
     assert "warning: bf16, fp8: only the first 300 rows are read" in err
     assert list(index.parent.iterdir()) == [index]
     picture, text, data = sorted((tmp_path / "r").iterdir(), reverse=True)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert f"({picture.name})" in text.read_text()
-    assert "queries of 100 photos per second" in text.read_text()
     assert str(tmp_path) not in data.read_text()
 
 
