@@ -7,8 +7,6 @@ uv makes the environments: it links the files of its cache, so that an environme
 torch takes seconds and no disk space. The extra `release` installs uv.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -54,7 +52,7 @@ class Installation:
     programs: Path
     folder: Path
 
-    def run(self, program: str, *arguments: str | Path, expect: int = 0) -> str:
+    def run(self, program, *arguments, expect=0):
         """Run a program of the environment; return its standard output. Fail unless
         the exit code is `expect`.
         """
@@ -86,7 +84,7 @@ class Installation:
             raise SystemExit(f"edje-index {line}: {part!r} is not in {printed}")
 
 
-def clean_environment() -> dict[str, str]:
+def clean_environment():
     """The environment variables, without those that change what Python imports."""
     return {
         name: value
@@ -244,7 +242,7 @@ NOT_CHECKED = {
 }
 
 
-def extras() -> set[str]:
+def extras():
     """Names of the extras in pyproject.toml."""
     return set(
         tomllib.loads((REPO / "pyproject.toml").read_text())["project"][
@@ -253,7 +251,7 @@ def extras() -> set[str]:
     )
 
 
-def check_extra(extra: str, package: Path, python: str, folder: Path) -> None:
+def check_extra(extra, package, python, folder):
     """Install `package` with `extra` into a new environment below `folder`, run the
     commands, and remove it.
     """
@@ -273,7 +271,7 @@ def check_extra(extra: str, package: Path, python: str, folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def main() -> None:
+def main():
     """Check the packages of the command line: wheels or sdists."""
     parser = argparse.ArgumentParser(
         description="Smoke-test built packages in clean environments."

@@ -2,8 +2,6 @@
 checks are asked.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -24,13 +22,13 @@ HIGHEST_EXPOSURE = 20
 KEY = "a-key-of-enough-letters"
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
-def in_dockerfile(instruction: str) -> list[str]:
+def in_dockerfile(instruction):
     """The words of an instruction in the form of a JSON list."""
     lines = (DEPLOY / "Dockerfile").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith(instruction)]
@@ -38,7 +36,7 @@ def in_dockerfile(instruction: str) -> list[str]:
     return words
 
 
-def exec_start() -> list[str]:
+def exec_start():
     lines = (DEPLOY / "edje-index.service").read_text().splitlines()
     (command,) = [
         line.removeprefix("ExecStart=")

@@ -1,7 +1,5 @@
 """The documentation names commands, options and files that exist."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
@@ -22,7 +20,7 @@ GUIDES = [
 PAGES = [*GUIDES, *sorted((REPO / "docs/lab").glob("*.md"))]
 
 
-def command_lines(text: str) -> list[str]:
+def command_lines(text):
     """Every `edje-index ...` in indented code blocks and inline code, with
     continued lines joined.
     """
@@ -32,7 +30,7 @@ def command_lines(text: str) -> list[str]:
     return [line for line in (*lines, *inline) if line.startswith("edje-index ")]
 
 
-def check_command(line: str) -> None:
+def check_command(line):
     """Raise click.UsageError if a command or an option of `line` does not exist.
     Nothing is run.
     """

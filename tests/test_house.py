@@ -2,15 +2,12 @@
 messages may name.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,17 +44,17 @@ HOMES = {
 }
 
 
-def modules() -> list[Path]:
+def modules():
     return sorted(path for package in ORDER for path in (REPO / package).rglob("*.py"))
 
 
 @functools.cache
-def parsed(path: Path) -> ast.Module:
+def parsed(path):
     return ast.parse(path.read_text())
 
 
 @functools.cache
-def imported_names(path: Path) -> set[str]:
+def imported_names(path):
     """Dotted names of everything that a file imports, at its top or inside its
     functions.
     """
@@ -71,7 +68,7 @@ def imported_names(path: Path) -> set[str]:
     return names
 
 
-def imported(path: Path) -> set[str]:
+def imported(path):
     """Top-level names of everything that a file imports."""
     return {name.split(".")[0] for name in imported_names(path)}
 
@@ -124,14 +121,14 @@ def test_packages_and_the_options_of_all_commands_load_nothing_heavy():
     assert not {*HEAVY, "numpy"} & {*loaded}
 
 
-def part_of(module: str) -> str:
+def part_of(module):
     """The second-level part that a module belongs to: `edje_index.models.adapter`
     is of `edje_index.models`.
     """
     return ".".join(module.split(".")[:2])
 
 
-def imported_parts(path: Path) -> set[str]:
+def imported_parts(path):
     """Second-level parts of the file's own top-level package that it imports,
     itself excluded.
     """
@@ -159,7 +156,7 @@ def test_parts_of_a_package_import_one_another_without_cycles(package):
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
 
 
-def messages(path: Path) -> Iterator[str]:
+def messages(path):
     """Every string of a file that is neither a docstring nor an argument of another
     program.
     """

@@ -1,7 +1,5 @@
 """What is public can be sent to another process, or says what to send instead."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect
@@ -35,11 +33,11 @@ SHAPE = (4, 32)
 BLOCKS = np.random.default_rng(0).standard_normal((20, *SHAPE)).astype(np.float32)
 
 
-def write(root: Path, rows: int = 20) -> None:
+def write(root, rows=20):
     write_arrays(root, BLOCKS[:rows], BLOCKS[:rows, 0, :8], shard_size=8)
 
 
-def error_classes() -> list[type[BaseException]]:
+def error_classes():
     classes = set()
     for package in (storage_formats, edje_index, pipelines):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
@@ -65,7 +63,7 @@ VALUES = {
 }
 
 
-def example(kind: type[BaseException]) -> BaseException:
+def example(kind):
     """Return an error with a value for each parameter of its class."""
     given: list[Any] = []
     named: dict[str, Any] = {}

@@ -1,7 +1,5 @@
 """Tasks in processes of their own, their summary and their report."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

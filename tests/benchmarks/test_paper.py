@@ -2,11 +2,8 @@
 small data, and no step runs twice.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,13 +24,13 @@ from tests.command_line import run_here
 from tests.test_docs import check_command
 
 
-def write_data(folder: Path, photos: int, towers: Path, language: Path) -> Path:
+def write_data(folder, photos, towers, language):
     """Write a folder with the layout of the paper's data: noise for photos, and one
     bundle and language model.
     """
     rng = np.random.default_rng(0)
 
-    def photo(path: Path) -> list[str]:
+    def photo(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 256, (24, 24, 3), np.uint8)).save(path)
         return [f"the {rng.choice(['red', 'old'])} dog in {path} {n}" for n in range(2)]
@@ -124,7 +121,7 @@ def test_a_step_runs_once_also_in_a_moved_folder_and_a_failed_step_runs_again(
     lines: list[str] = []
     answers = iter([(0, '{"x": 1}'), (2, "")])
 
-    def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    def run(words, **_):
         return subprocess.CompletedProcess(words, *next(answers))
 
     monkeypatch.setattr(subprocess, "run", run)

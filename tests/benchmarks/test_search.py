@@ -1,7 +1,5 @@
 """`bench search`: late interaction, the load generator, and the command."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """`bench make-synthetic`, `bench build` and `bench gpu`."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import numpy as np

@@ -2,12 +2,9 @@
 index of them by a tiny model.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import tarfile
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +19,7 @@ from tests.edje_index.clip_cases import clip, panned
 ROWS = 1100
 
 
-def write_guide_files(folder: Path, bundle: Path) -> None:
+def write_guide_files(folder, bundle):
     """Photos, captions, a model, and an index with metadata and three snapshots."""
     rng = np.random.default_rng(0)
     photos = folder / "photos"
@@ -61,7 +58,7 @@ def write_guide_files(folder: Path, bundle: Path) -> None:
     quantize_index(folder / "local.edje", drop=["bf16", "fp8"])
 
 
-def write_texts(folder: Path, captioned: list[Path]) -> None:
+def write_texts(folder, captioned):
     records = [
         {
             "image": str(path),
@@ -90,14 +87,14 @@ def write_texts(folder: Path, captioned: list[Path]) -> None:
     (folder / "queries.txt").write_text("a red canoe\ntwo dogs\n")
 
 
-def write_clips(folder: Path) -> None:
+def write_clips(folder):
     folder.mkdir()
     for name in ("beach.mp4", "harbour.mp4"):
         (folder / name).write_bytes(clip(panned(12)))
     (folder / "beach.txt").write_text("a red canoe on a beach\n")
 
 
-def write_tables(folder: Path, paths: list[Path]) -> None:
+def write_tables(folder, paths):
     columns = {
         "image_path": [str(path) for path in paths],
         "licence": ["cc0"] * ROWS,
@@ -118,7 +115,7 @@ def write_tables(folder: Path, paths: list[Path]) -> None:
     )
 
 
-def write_packed(folder: Path) -> None:
+def write_packed(folder):
     """What other tools write: COCO captions, Hugging Face Datasets, and img2dataset."""
     golden = REPO / "tests/golden/sources"
     for name in ("coco", "data", "laion"):

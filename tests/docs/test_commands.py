@@ -2,17 +2,13 @@
 a tiny model and small photos.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import click
 import numpy as np
@@ -57,14 +53,14 @@ NOT_RUN = (
 )
 
 
-def blocks(page: Path) -> Iterator[str]:
+def blocks(page):
     """Indented code blocks of a page, with the indentation removed."""
     for match in re.finditer(r"(?:^(?:    .*|)\n)+", page.read_text(), re.MULTILINE):
         if match[0].strip():
             yield textwrap.dedent(match[0]).strip("\n")
 
 
-def commands(page: Path) -> list[str]:
+def commands(page):
     """Lines `edje-index ...` of the code blocks of a page, and lines that pass the
     output of another program to it.
     """
@@ -76,7 +72,7 @@ def commands(page: Path) -> list[str]:
     ]
 
 
-def python_code(page: Path) -> list[str]:
+def python_code(page):
     """Code blocks of a page that are Python, as far as they import what they use."""
     return [
         text
@@ -86,12 +82,12 @@ def python_code(page: Path) -> list[str]:
     ]
 
 
-def left_out(line: str) -> bool:
+def left_out(line):
     rest = line.removeprefix("edje-index ").strip() + "\n"
     return rest.startswith(NOT_RUN)
 
 
-def words_of(line: str, home: Path) -> list[str]:
+def words_of(line, home):
     """Arguments of a command, as the shell gives them, without Ray."""
     words = [
         re.sub(r"^(~|/mnt)/", f"{home}/", word)
@@ -104,7 +100,7 @@ def words_of(line: str, home: Path) -> list[str]:
     return words
 
 
-def run_pipe(line: str, home: Path) -> None:
+def run_pipe(line, home):
     """Run a line with a pipe as a shell does, without Ray."""
     own = (
         f'edje-index() {{ {shlex.quote(sys.executable)} -m pipelines.cli "$@" --engine'
@@ -118,7 +114,7 @@ def run_pipe(line: str, home: Path) -> None:
     )
 
 
-def run_line(line: str, home: Path, run) -> None:
+def run_line(line, home, run):
     if " | edje-index " in line:
         return run_pipe(line, home)
     words = words_of(line, home)

@@ -2,10 +2,7 @@
 what is true of it.
 """
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +16,7 @@ pytestmark = [
 ]
 
 
-def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+def executed(name, folder, monkeypatch):
     """What a notebook prints in `folder`, and its number of pictures, after a run by a
     kernel in a process of its own.
     """

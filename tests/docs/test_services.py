@@ -2,8 +2,6 @@
 that uses them.
 """
 
-from __future__ import annotations
-
 import gc
 import subprocess
 

@@ -2,8 +2,6 @@
 the disk.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Random crops of photos: each is most of the photo, upright, and has its captions."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -11,7 +9,7 @@ from edje_index.captions.reading import CaptionedImage
 from models.crops import write_crops
 
 
-def gradient(width: int, height: int) -> Image.Image:
+def gradient(width, height):
     """Red grows to the right, green downwards, from 0 to 255."""
     across, down = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
     return Image.fromarray(

@@ -1,9 +1,6 @@
 """The steps that make the shipped model, on tiny towers with random weights."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,7 +36,6 @@ from edje_index.scoring.weights import DirectionWeights, ScoreWeights
 from edje_index.training.start import load_language_model
 from models.embedding import (
     TOWER_WEIGHTS,
-    EmbeddingModel,
     pair_features,
     start_model,
     timm,
@@ -55,7 +51,7 @@ COLOURS = {
 }
 
 
-def tiny_model(towers: Path) -> EmbeddingModel:
+def tiny_model(towers):
     return start_model(towers, embed_dim=12, image_name="test_vit", image_size=64)
 
 

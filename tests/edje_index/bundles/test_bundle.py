@@ -1,7 +1,5 @@
 """Model bundles on disk, also those of release 0.1 and of random weights."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """From a published checkpoint and an open_clip tower to a bundle."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import threading
@@ -124,13 +122,13 @@ def test_threads_that_take_turns_at_the_hub_leave_its_settings_as_they_were(
     before = (constants.HF_HUB_OFFLINE, logging.root.manager.disable)
     entered = threading.Event()
 
-    def first() -> None:
+    def first():
         with hub_access(local_only=True):
             entered.set()
             logging.warning("of this thread")
             time.sleep(0.1)
 
-    def second() -> None:
+    def second():
         entered.wait()
         logging.warning("of another thread")
         with hub_access(local_only=True):

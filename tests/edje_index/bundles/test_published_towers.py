@@ -2,16 +2,11 @@
 itself.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoTokenizer, SiglipModel, SiglipVisionModel
+from transformers import AutoTokenizer, SiglipVisionModel
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.import_models import (
@@ -101,12 +96,12 @@ def test_other_towers_are_refused(change, message):
 
 
 def checkpoint(
-    folder: Path,
-    siglip: SiglipModel,
+    folder,
+    siglip,
     *,
-    dtype: torch.dtype = torch.bfloat16,
-    **config: Any,
-) -> Path:
+    dtype=torch.bfloat16,
+    **config,
+):
     """What the published trainer saves: towers included, in its default type, with
     the state of an optimiser.
     """

@@ -1,11 +1,8 @@
 """Rows of captioned images in an index with holes and duplicates."""
 
-from __future__ import annotations
-
 import os
 import unicodedata
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +26,7 @@ from tests.conftest import rows_path, write_arrays, write_random_index
 SPEC = IndexSpec(11, 4, (2, 8), 4)
 
 
-def items(*paths: str) -> list[CaptionedImage]:
+def items(*paths):
     return [CaptionedImage(path, ("a caption",), None) for path in paths]
 
 
@@ -42,14 +39,12 @@ def index(tmp_path):
     return tmp_path / "index"
 
 
-def match(
-    root: Path, wanted: list[CaptionedImage], *, allow_none: bool = False
-) -> list[int]:
+def match(root, wanted, *, allow_none=False):
     index = CommittedIndex.open(root)
     return match_items(index, wanted, allow_none=allow_none)[0].tolist()
 
 
-def set_values(index: Path, row: int, **changes: object) -> None:
+def set_values(index, row, **changes):
     layout = Directory(index)
     path = rows_path(index)
     table = pq.read_table(path)

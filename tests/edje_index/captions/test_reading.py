@@ -1,12 +1,8 @@
 """Caption files in every format, sound and damaged."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,7 +18,7 @@ from tests.caption_files import read_counted
 NAMES = ("café 猫.jpg", "b.jpg", "c.jpg")
 
 
-def lines(path: Path, *values: object) -> Path:
+def lines(path, *values):
     path.write_text(
         "".join(
             f"{value if isinstance(value, str) else json.dumps(value)}\n"
@@ -47,7 +43,7 @@ def test_images_may_lie_elsewhere(tmp_path, monkeypatch):
     assert read_captions("c.jsonl")[0].path == f"{tmp_path}/x/a.jpg"
 
 
-def tar(path: Path, members: dict[str, bytes]) -> Path:
+def tar(path, members):
     with tarfile.open(path, "w") as archive:
         for name, data in members.items():
             info = tarfile.TarInfo(name)
@@ -207,7 +203,7 @@ OF_TABLE = [("a", "dev", "one", "three"), ("b", None, "two")]
 OF_TABLE.append(("https://x/d.jpg", None, "four"))
 
 
-def coco(images: list[Any], notes: list[Any]) -> dict[str, Any]:
+def coco(images, notes):
     return {"images": images, "annotations": notes}
 
 

@@ -1,7 +1,5 @@
 """The sentence of an evaluation that names the precision to keep."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

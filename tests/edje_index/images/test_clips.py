@@ -2,8 +2,6 @@
 refused with a reason otherwise.
 """
 
-from __future__ import annotations
-
 import io
 import struct
 
@@ -24,11 +22,11 @@ from tests.edje_index.image_cases import encoded, gradient
 LIMIT = 1_000_000
 
 
-def decoded(data: bytes, count: int, limit: int = LIMIT) -> list[np.ndarray]:
+def decoded(data, count, limit=LIMIT):
     return [np.asarray(image) for image in decode_frames(data, count, limit)]
 
 
-def reason(data: bytes, limit: int = LIMIT) -> str:
+def reason(data, limit=LIMIT):
     with pytest.raises(ImageError) as caught:
         decoded(data, 4, limit)
     assert caught.value.reason in REASONS
@@ -176,13 +174,13 @@ def test_frames_over_the_limit_are_not_decoded(monkeypatch):
     assert reason(data, limit=96 * 64 - 1) == "too-many-pixels"
 
 
-def box(name: bytes, *content: bytes) -> bytes:
+def box(name, *content):
     """A box of ISO/IEC 14496-12."""
     body = b"".join(content)
     return struct.pack(">I4s", 8 + len(body), name) + body
 
 
-def table(name: bytes, *numbers: int) -> bytes:
+def table(name, *numbers):
     return box(name, struct.pack(f">{1 + len(numbers)}I", 0, *numbers))
 
 
@@ -237,7 +235,7 @@ def test_tables_beside_texts_are_counted(texts):
 
 
 def test_an_image_is_a_clip_of_one_frame():
-    def decode(data: bytes, frames: int | None) -> np.ndarray:
+    def decode(data, frames):
         out = np.zeros((frames or 1, 64, 96, 3), np.uint8)
         settings = DecodeSettings(LIMIT, frames=frames)
         columns = decode_input(

@@ -1,7 +1,5 @@
 """Decoding of the image formats and modes that collections hold."""
 
-from __future__ import annotations
-
 import base64
 import io
 import struct
@@ -266,7 +264,7 @@ def test_planes_of_16_bits_are_refused():
 SIZE = (100, 60)
 
 
-def photo() -> Image.Image:
+def photo():
     """A red half above a green and a blue quarter."""
     pixels = np.zeros((SIZE[1], SIZE[0], 3), np.uint8)
     pixels[:30, :, 0] = 255
@@ -275,7 +273,7 @@ def photo() -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def heic(image: Image.Image, **options: bytes) -> bytes:
+def heic(image, **options):
     file = io.BytesIO()
     pillow_heif.from_pillow(image).save(file, quality=90, **options)
     return file.getvalue()

@@ -2,8 +2,6 @@
 whatever its bytes.
 """
 
-from __future__ import annotations
-
 import io
 import struct
 import subprocess
@@ -57,7 +55,7 @@ def test_cut_pixels_are_called_truncated(kind):
     assert reason(data[: len(data) // 2]) == "truncated"
 
 
-def bombs() -> dict[str, bytes]:
+def bombs():
     """Small files that declare (or unpack to) 40,000 x 40,000 pixels, or the
     maximum of the format.
     """
@@ -220,7 +218,7 @@ def test_damage_is_reported_by_its_exception_only():
         assert report in reports
 
 
-def jpeg_of_scans(scans: int, side: int = 64) -> bytes:
+def jpeg_of_scans(scans, side=64):
     """A progressive JPEG whose last scan is repeated until there are `scans`."""
     jpeg = encoded(Image.new("L", (side, side), 128), "JPEG", progressive=True)
     last = jpeg.rindex(b"\xff\xda")
@@ -228,7 +226,7 @@ def jpeg_of_scans(scans: int, side: int = 64) -> bytes:
     return jpeg[:last] + jpeg[last:-2] * (scans - written + 1) + b"\xff\xd9"
 
 
-def bmp_of_runs(side: int) -> bytes:
+def bmp_of_runs(side):
     """A run-length encoded BMP of one colour."""
     runs = (
         b"\xff\1" * (side // 255) + bytes([side % 255, 1]) + b"\0\0"
@@ -241,7 +239,7 @@ def bmp_of_runs(side: int) -> bytes:
     )
 
 
-def decoded_in_python(side: int) -> dict[str, bytes]:
+def decoded_in_python(side):
     """Files of `side` x `side` pixels in the formats that Pillow decodes in Python."""
     size = b"%d %d" % (side, side)
     return {
@@ -258,7 +256,7 @@ def decoded_in_python(side: int) -> dict[str, bytes]:
 def no_pixels(monkeypatch):
     """Decoding the pixels of any image fails the test."""
 
-    def load(self: ImageFile.ImageFile) -> None:
+    def load(self):
         raise AssertionError("the pixels were decoded")
 
     monkeypatch.setattr(ImageFile.ImageFile, "load", load)
@@ -330,7 +328,7 @@ KINDS = {
 }
 
 
-def by_pillow(data: bytes) -> np.ndarray:
+def by_pillow(data):
     """Decode with the setting of the published code."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)

@@ -2,10 +2,6 @@
 damage is one clear error.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -38,13 +34,13 @@ REFS = st.builds(
 )
 
 
-def layout_in(folder: Path) -> Directory:
+def layout_in(folder):
     layout = Directory(folder)
     layout.input_lists.mkdir(parents=True)
     return layout
 
 
-def spec_of(rows: int, shard_size: int, first_shard: int = 0) -> IndexSpec:
+def spec_of(rows, shard_size, first_shard=0):
     segments = (Segment(first_shard * shard_size, rows),)
     return IndexSpec(segments[0].stop, shard_size, (4, 16), 24, segments=segments)
 

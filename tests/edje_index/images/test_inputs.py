@@ -1,7 +1,5 @@
 """Inputs: read as planned or refused with a reason."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import io
@@ -11,9 +9,7 @@ import signal
 import socket
 import tarfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,14 +24,14 @@ from edje_index.inputs.containers import Container, read_packed
 from edje_index.inputs.refs import InputRef, read_bytes
 
 
-def reason(ref: InputRef) -> str:
+def reason(ref):
     with pytest.raises(ImageError) as caught:
         read_bytes(ref)
     assert caught.value.reason in REASONS
     return caught.value.reason
 
 
-def ref_of(path: Path, **values: object) -> InputRef:
+def ref_of(path, **values):
     return dataclasses.replace(InputRef(str(path), os.fsencode(path)), **values)
 
 
@@ -183,11 +179,11 @@ def ref(tmp_path):
     return InputRef(str(path), os.fsencode(path), size=len(CONTENT))
 
 
-def failing(call: Callable, error: Exception, times: int) -> Callable:
+def failing(call, error, times):
     """`call`, but the first `times` calls raise `error`."""
     left = iter(range(times))
 
-    def wrapper(*arguments: object, **options: object) -> object:
+    def wrapper(*arguments, **options):
         if next(left, None) is not None:
             raise error
         return call(*arguments, **options)

@@ -1,7 +1,5 @@
 """The resize gives the bytes of Pillow, for both filters, up and down, on both axes."""
 
-from __future__ import annotations
-
 import numpy as np
 import PIL
 import pytest
@@ -23,15 +21,13 @@ WHOLE = (0, 0, 1, 1)
 NEWER_PILLOW = int(PIL.__version__.split(".")[0]) >= 13
 
 
-def noise(size: tuple[int, int], seed: int, levels: list[int]) -> Image.Image:
+def noise(size, seed, levels):
     """Return an image of few levels: black beside white makes the filters overshoot."""
     rng = np.random.default_rng(seed)
     return Image.fromarray(rng.choice(levels, (*size[::-1], 3)).astype(np.uint8))
 
 
-def by_two_passes(
-    image: Image.Image, size: tuple[int, int], resampling: Image.Resampling
-) -> Image.Image:
+def by_two_passes(image, size, resampling):
     """Resize with Pillow, in the order of Pillow 13 with every version."""
     middle = (size[0], image.height)
     if image.height - size[1] > 2 * max(0, image.width - size[0]):

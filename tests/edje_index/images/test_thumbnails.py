@@ -1,7 +1,5 @@
 """Thumbnails: real photos become small JPEGs, and everything else becomes a reason."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io
@@ -20,18 +18,18 @@ from storage_formats.writing.shard_writer import ShardWriter
 from tests.conftest import finish_index
 
 
-def jpeg(colour: tuple[int, int, int]) -> bytes:
+def jpeg(colour):
     out = io.BytesIO()
     Image.new("RGB", (600, 300), colour).save(out, "JPEG")
     return out.getvalue()
 
 
-def entry(row_id: int, uri: str, data: bytes, **fields: object) -> RowEntry:
+def entry(row_id, uri, data, **fields):
     found = {"size": len(data), "content_hash": hashlib.sha256(data).hexdigest()}
     return RowEntry(row_id, uri, **{**found, **fields})
 
 
-def write_index(root, entries: list[RowEntry]):
+def write_index(root, entries):
     """An index whose rows table holds `entries`."""
     spec = IndexSpec(len(entries), len(entries), (4, 8), 6)
     kept = np.array([entry.row_id for entry in entries if entry.status == "indexed"])
@@ -44,12 +42,12 @@ def write_index(root, entries: list[RowEntry]):
     return root
 
 
-def only(root, entry: RowEntry):
+def only(root, entry):
     """The thumbnail of an index of one row."""
     return read_thumbnails(write_index(root, [entry]), [0])[0]
 
 
-def colour_of(data: bytes) -> tuple[int, ...]:
+def colour_of(data):
     pixels = np.asarray(Image.open(io.BytesIO(data)))
     return tuple(pixels.mean(axis=(0, 1)).round(-1))
 
@@ -70,7 +68,7 @@ def test_a_member_of_an_archive_is_found(tmp_path):
                 info.size = len(data)
                 archive.addfile(info, io.BytesIO(data))
 
-    def thumbnail(folder: str, member: str, data: bytes):
+    def thumbnail(folder, member, data):
         return only(tmp_path / folder, entry(0, f"{tmp_path}/{member}", data))
 
     found = thumbnail("found", "photos.tar!a/green.jpg", green)

@@ -1,11 +1,8 @@
 """Files on web servers: whole, as ranges, and with servers that fail."""
 
-from __future__ import annotations
-
 import base64
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -22,7 +19,7 @@ from storage_formats.remote.files import (
     read_remote_range,
     remote_version,
 )
-from tests.web_server import Handler, WebServer, serving, web_server
+from tests.web_server import Handler, serving, web_server
 
 DATA = bytes(range(256)) * 40
 
@@ -37,7 +34,7 @@ def server(monkeypatch):
         yield running
 
 
-def ref(server: WebServer, path: str, **fields: object) -> InputRef:
+def ref(server, path, **fields):
     return InputRef(server.url + path, (server.url + path).encode(), **fields)
 
 
@@ -60,7 +57,7 @@ def test_servers_of_a_host_that_send_different_etags_have_one_file(
 ):
     day = "Tue, 24 Nov 2026 10:00:00 GMT"
 
-    def respond(etag: str, modified: str) -> None:
+    def respond(etag, modified):
         headers = {
             "Content-Range": "bytes 0-0/9",
             "ETag": etag,
@@ -128,7 +125,7 @@ def test_large_files_are_refused_before_they_are_read(server):
 
 
 def test_redirects(server):
-    def redirect(path: str, location: str) -> str:
+    def redirect(path, location):
         server.responses[path] = lambda headers: (302, {"Location": location}, b"")
         return f"{server.url}{path}"
 
@@ -153,7 +150,7 @@ def test_a_server_that_stalls(server, monkeypatch):
 class Dripping(Handler):
     """Sends one byte every 50 ms, for 5 seconds."""
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.respond(200, [("Content-Length", "100")], b"")
         for _ in range(100):
             self.wfile.write(b"x")
@@ -177,7 +174,7 @@ def test_the_pause_that_a_server_asks_for_is_made(server, monkeypatch):
     monkeypatch.setattr(remote, "_LONGEST_PAUSE", 10)
     started = time.monotonic()
 
-    def answer(headers: dict[str, str]) -> Any:
+    def answer(headers):
         if time.monotonic() - started < 1:
             return 429, {"Retry-After": "1"}, b""
         return 200, {}, DATA
@@ -207,7 +204,7 @@ def test_requests_go_through_the_proxy_of_the_environment(
 ):
     seen: list[str] = []
 
-    def answer(headers: dict[str, str]) -> Any:
+    def answer(headers):
         seen.append(headers["proxy-authorization"])
         return 200, {}, DATA
 

@@ -1,7 +1,5 @@
 """Kinds of FAISS index, recall, and the commands `edje-index ann`."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Encoding a shard with a real, tiny model over real image files."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io
@@ -45,7 +43,7 @@ def encoder(tmp_path_factory):
     return ImageEncoder.open(folder, device="cpu", threads=1)
 
 
-def photo(seed: int, size: tuple[int, int] = (40, 30)) -> bytes:
+def photo(seed, size=(40, 30)):
     pixels = np.random.default_rng(seed).integers(
         0, 255, (size[1], size[0], 3), dtype=np.uint8
     )
@@ -86,11 +84,11 @@ def case(tmp_path):
     return task, refs
 
 
-def place_of(task: ShardTask) -> Directory:
+def place_of(task):
     return Directory(Path(task.root))
 
 
-def stored(task: ShardTask) -> tuple[np.ndarray, np.ndarray]:
+def stored(task):
     """Tokens, float32 [8, 4, 16], and embeddings of the task's shard."""
     place = place_of(task)
     bits = np.fromfile(place.token_shard("bf16", task.shard), np.uint16, 8 * 64)
@@ -98,7 +96,7 @@ def stored(task: ShardTask) -> tuple[np.ndarray, np.ndarray]:
     return tokens, read_shard_embeddings(place, task.spec, task.shard)
 
 
-def check_nothing_is_left(task: ShardTask) -> None:
+def check_nothing_is_left(task):
     place = place_of(task)
     assert read_receipts(place, [task.shard], "plan").get(task.shard) is None
     assert list(place.staging.iterdir()) == []
@@ -115,7 +113,7 @@ def encode_shard(task, encoder, should_stop=lambda: False):
         )
 
 
-def stops(before: int):
+def stops(before):
     """A function `should_stop` that stops before a batch."""
     answers = iter([False] * before)
     return lambda: next(answers, True)
@@ -174,7 +172,7 @@ def test_a_stopped_shard_goes_on_with_its_kept_batches(
     assert shard_content(task) == expected
 
 
-def shard_content(task: ShardTask) -> object:
+def shard_content(task):
     """All bytes of a shard, and its rows without times."""
     layout = place_of(task)
     rows = read_staged_rows(layout, task.shard).drop_columns(list(TIMING_COLUMNS))

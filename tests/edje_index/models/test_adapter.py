@@ -1,7 +1,5 @@
 """Adapters made from a configuration, and reductions without training."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -73,7 +71,7 @@ def test_refuses(changes, message):
         build_adapter(replace(CONFIG, **changes))
 
 
-def random_tokens(b: int, n: int, d: int, seed: int = 0) -> torch.Tensor:
+def random_tokens(b, n, d, seed=0):
     return torch.randn(b, n, d, generator=torch.Generator().manual_seed(seed))
 
 

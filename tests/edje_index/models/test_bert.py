@@ -1,7 +1,5 @@
 """The BERT that only computes, against transformers and open_clip."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np
@@ -34,7 +32,7 @@ SIZES = {
 }
 
 
-def stock_bert(**settings: object) -> BertModel:
+def stock_bert(**settings):
     torch.manual_seed(1)
     return BertModel(
         BertConfig(**SIZES, vocab_size=50, max_position_embeddings=20, **settings)
@@ -67,7 +65,7 @@ def test_hidden_states_equal_those_of_transformers(activation, eps):
         )
 
 
-def bert(stock: BertModel, dtype: torch.dtype = torch.float32) -> Bert:
+def bert(stock, dtype=torch.float32):
     weights = BertWeights(
         stock.state_dict(), "", source="the test", device=torch.device("cpu")
     )

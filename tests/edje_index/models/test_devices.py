@@ -1,7 +1,5 @@
 """Kernels for functions of large tensors on a GPU."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -2,12 +2,9 @@
 preprocessing, and bundles that record whether it is used.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ from edje_index.errors import ModelError
 from edje_index.models.joint_inputs import load_joint_tokenizer
 
 
-def blocks(count: int, seed: int = 0) -> torch.Tensor:
+def blocks(count, seed=0):
     return torch.randn(count, 4, 16, generator=torch.Generator().manual_seed(seed))
 
 
@@ -98,7 +95,7 @@ NOISE = (
 SPACES = ["\u00a0", "\t", "  ", "\n"]
 
 
-def captions(count: int) -> list[str]:
+def captions(count):
     """Captions of words with punctuation, quotes, emoji, HTML entities and broken
     encodings.
     """
@@ -125,7 +122,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def stock_ids(folder: Path, texts: list[str]) -> list[list[int]]:
+def stock_ids(folder, texts):
     """Token ids by the stock tokenizer with the checkpoint's settings, in which
     `<image>` is no word of a caption.
     """

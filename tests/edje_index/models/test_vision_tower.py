@@ -2,8 +2,6 @@
 timm compute separately, also with the linear layers for inference.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -25,7 +23,7 @@ TOLERANCE = 1e-5
 
 
 @functools.cache
-def opened(name: str):
+def opened(name):
     """The configuration of a model with random weights, the model, and the tower made
     from its image half.
     """

@@ -1,7 +1,5 @@
 """The weighted sum of the parts of a score, and each part alone."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +13,6 @@ from edje_index.errors import ModelError
 from edje_index.scoring import parts
 from edje_index.scoring.parts import (
     Images,
-    Scorer,
     content_token_mask,
     late_interaction,
 )
@@ -123,7 +120,7 @@ def tokens(bundle):
     ).bfloat16()
 
 
-def part(scorer: Scorer, name: str, tokens: torch.Tensor) -> np.ndarray:
+def part(scorer, name, tokens):
     return scorer.parts([name], CAPTIONS, scorer.images(tokens))[name]
 
 

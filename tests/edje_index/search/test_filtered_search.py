@@ -2,13 +2,10 @@
 deleted row.
 """
 
-from __future__ import annotations
-
 import itertools
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -66,7 +63,7 @@ FILTERS = [
 ]
 
 
-def exhaustive(root: Path, query: np.ndarray, where: str, k: int) -> list[int]:
+def exhaustive(root, query, where, k):
     """Row ids by pandas and a full matrix product."""
     rows = read_rows(root).to_pandas()
     condition = {

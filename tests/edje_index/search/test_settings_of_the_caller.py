@@ -1,11 +1,8 @@
 """The settings of torch in the program that calls the library change no result."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,7 +24,7 @@ from storage_formats import TokenStore
 
 
 @contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype):
     torch.set_default_dtype(dtype)
     try:
         yield
@@ -36,7 +33,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def default_device(device: str) -> Iterator[None]:
+def default_device(device):
     torch.set_default_device(device)
     try:
         yield
@@ -51,7 +48,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def results(root: Path, model: Path, folder: Path) -> dict[str, Any]:
+def results(root, model, folder):
     """The results of all kinds of computations, on newly loaded models."""
     image = Image.new("RGB", (40, 30), "red")
     index = TokenIndex.open(root, score="logit=1,late=1,embedding=20")

@@ -2,8 +2,6 @@
 hand.
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from io import BytesIO
@@ -56,26 +54,26 @@ def index(built, tmp_path_factory):
     return TokenIndex.open(built[0], model=path)
 
 
-def rows_of(hits) -> list[int]:
+def rows_of(hits):
     return [hit.row_id for hit in hits]
 
 
-def scores_of(hits) -> list[float]:
+def scores_of(hits):
     return [hit.score for hit in hits]
 
 
-def near(parts: dict[str, float]) -> dict[str, object]:
+def near(parts):
     return {part: pytest.approx(value, abs=1e-5) for part, value in parts.items()}
 
 
-def check_same(left, right) -> None:
+def check_same(left, right):
     """The same rows, and scores up to the rounding of batches."""
     for hits, others in zip(left, right, strict=True):
         assert rows_of(hits) == rows_of(others)
         assert scores_of(hits) == pytest.approx(scores_of(others), abs=1e-4)
 
 
-def check_sums(hits, weights: dict[str, float]) -> None:
+def check_sums(hits, weights):
     """The scores are the weighted sums of the parts, the largest first."""
     sums = [sum(weights[part] * hit.parts[part] for part in weights) for hit in hits]
     assert scores_of(hits) == pytest.approx(sums, abs=1e-4)

@@ -2,8 +2,6 @@
 clear error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json
@@ -45,7 +43,7 @@ TIMES = st.datetimes(datetime.datetime(2024, 1, 1), datetime.datetime(2024, 1, 3
 )
 
 
-def nullable(values: st.SearchStrategy) -> st.SearchStrategy:
+def nullable(values):
     return st.one_of(st.none(), values)
 
 
@@ -72,18 +70,18 @@ TEXTS = WORDS.map(lambda text: "'" + text.replace("'", "''") + "'")
 IN = st.sampled_from(["in", "NOT IN"])
 
 
-def pairs(expression: str, sql: str, *parts: st.SearchStrategy[str]):
+def pairs(expression, sql, *parts):
     """Expressions, and the same for SQLite, with `parts` in place of the braces."""
     return st.tuples(*parts).map(
         lambda values: (expression.format(*values), sql.format(*values))
     )
 
 
-def same(expression: str, *parts: st.SearchStrategy[str]):
+def same(expression, *parts):
     return pairs(expression, expression, *parts)
 
 
-def of_any(condition: str) -> str:
+def of_any(condition):
     exists = (
         f"EXISTS (SELECT 1 FROM json_each(captions) WHERE json_each.value {condition})"
     )
@@ -135,7 +133,7 @@ EXPRESSIONS = st.recursive(
 )
 
 
-def by_sqlite(rows: list[dict], condition: str) -> list[bool]:
+def by_sqlite(rows, condition):
     with contextlib.closing(sqlite3.connect(":memory:")) as database:
         database.execute("PRAGMA case_sensitive_like = ON")
         names = ", ".join(f'"{name}"' for name in SCHEMA.names)

@@ -1,7 +1,5 @@
 """Which pairs a batch holds, and the rows that are made of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -2,13 +2,11 @@
 line with the setting's name.
 """
 
-from __future__ import annotations
-
 import operator
 
 import pytest
 
-from edje_index.training.config import PRESETS, TrainSettings, merge_settings, validated
+from edje_index.training.config import PRESETS, merge_settings, validated
 from storage_formats.errors import UsageError
 
 # of the paper's table of training hyperparameters
@@ -65,12 +63,12 @@ FINETUNE = {
 }
 
 
-def preset(name: str, **settings: object) -> TrainSettings:
+def preset(name, **settings):
     required = {"inputs": {"index": "i", "init": "m", "dev": "d"}, "run": {"out": "o"}}
     return validated(merge_settings(name, {"loop": {"steps": 9}}, required, settings))
 
 
-def values_of(config: TrainSettings) -> dict[str, object]:
+def values_of(config):
     return {name: operator.attrgetter(name)(config) for name in DEFAULTS}
 
 

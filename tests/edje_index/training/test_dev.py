@@ -1,9 +1,6 @@
 """Dev recall during a training, and the weights of the final score."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +10,7 @@ from edje_index.models.devices import to_bf16_array
 from edje_index.training.checkpoints import DEV, last_checkpoint, read_log
 from edje_index.training.config import FittingConfig
 from edje_index.training.fit_weights import choose_weights, dev_pools
-from edje_index.training.loop import TrainTask, finish_model, run_worker
+from edje_index.training.loop import finish_model, run_worker
 from edje_index.training.pooled_similarity import fit_pooled_similarity
 from edje_index.training.start import make_start, trained_part
 from edje_index.training.workers import WorkerGroup
@@ -31,12 +28,12 @@ SETTINGS = {
 }
 
 
-def task(case, run_dir: Path, evaluate_every: int) -> TrainTask:
+def task(case, run_dir, evaluate_every):
     settings = {"run__checkpoint_every": 3, "run__evaluate_every": evaluate_every}
     return case.task(run_dir, dev=True, **SETTINGS, **settings)
 
 
-def evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
+def evaluations(run_dir):
     return {
         record["step"]: record for record in read_log(run_dir) if record["phase"] == DEV
     }

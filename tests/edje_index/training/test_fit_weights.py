@@ -2,8 +2,6 @@
 similarity.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 
@@ -27,9 +25,7 @@ from edje_index.training.pooled_similarity import (
 from edje_index.training.start import trained_part
 
 
-def noisy_pools(
-    weights: dict[str, float], captions: int = 4000, pool: int = 5
-) -> DevPools:
+def noisy_pools(weights, captions=4000, pool=5):
     """A world in which the softmax of the final score with these weights is the
     truth.
     """
@@ -117,8 +113,8 @@ def test_held_out_queries_are_scored_with_weights_of_other_images():
 
 
 def covariances(
-    rng: np.random.Generator,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rng,
+):
     shared = rng.standard_normal((400, 3))
     x = np.concatenate(
         [shared + rng.standard_normal((400, 3)), rng.standard_normal((400, 4))], axis=1

@@ -2,10 +2,7 @@
 no numbers, the log.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,32 +27,32 @@ from edje_index.training.workers import WorkerGroup
 from storage_formats.errors import TaskInterrupted, UsageError
 
 
-def never() -> bool:
+def never():
     return False
 
 
 class StopAfter:
     """Returns True from call number `calls` on."""
 
-    def __init__(self, calls: int) -> None:
+    def __init__(self, calls):
         self.left = calls
 
-    def __call__(self) -> bool:
+    def __call__(self):
         self.left -= 1
         return self.left <= 0
 
 
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+def weights(run_dir):
     return last_checkpoint(run_dir, "run").weights
 
 
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+def same(left, right):
     return left.keys() == right.keys() and all(
         torch.equal(left[name], right[name]) for name in left
     )
 
 
-def adapter_of(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def adapter_of(weights):
     prefix = "adapter."
     return {
         name.removeprefix(prefix): weights[name]
@@ -196,7 +193,7 @@ def test_a_step_is_that_of_stock_adamw(case, tmp_path):
     assert not same(adapter_of(trained), before)
 
 
-def objective_of(case, task) -> tuple[JointObjective, BatchSource]:
+def objective_of(case, task):
     """The losses of the joint phase of a task at its start, and its batches."""
     start = ModelBundle.load(task.start)
     source = BatchSource(case.data, start.joint.tokenizer, 4, task.config)
@@ -209,9 +206,7 @@ PRETRAINING = OptimizerConfig()
 FINETUNING = OptimizerConfig(**PRESETS["paper-finetune"]["optimizer"])
 
 
-def published_rates(
-    config: OptimizerConfig, first: int, epochs: int, steps_per_epoch: int
-) -> list[float]:
+def published_rates(config, first, epochs, steps_per_epoch):
     """A step schedule per epoch; the steps of the first epoch are warmed up.
     `first` epochs are in the checkpoint.
     """

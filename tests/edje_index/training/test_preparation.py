@@ -2,8 +2,6 @@
 shards are prepared once.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +16,6 @@ from edje_index.bundles.info import read_bundle_info
 from edje_index.training import dataset
 from edje_index.training.dataset import (
     StoredImages,
-    TrainingData,
     open_same_images,
     read_captioned_rows,
 )
@@ -65,7 +62,7 @@ def miner(case, monkeypatch):
     return StoredImages(case.data.index, case.data.rows)
 
 
-def check_equal(one: TrainingData, other: TrainingData) -> None:
+def check_equal(one, other):
     assert set(one.records.dtype.names) <= set(other.records.dtype.names)
     for name in one.records.dtype.names:
         np.testing.assert_allclose(
@@ -144,13 +141,13 @@ def test_several_workers_and_another_mining_model_give_the_same_data(
     done = []
 
     class ThreadGroup(WorkerGroup):
-        def any(self, flag: bool) -> bool:
+        def any(self, flag):
             barrier.wait()
             flags[self.rank] = flag
             barrier.wait()
             return any(flags)
 
-    def work(rank: int) -> None:
+    def work(rank):
         done.append(
             prepare(
                 tmp_path / "train.npy",

@@ -1,7 +1,5 @@
 """What a training starts from."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 
