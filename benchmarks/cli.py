@@ -62,10 +62,9 @@ def make_synthetic(job: Job) -> None:
     """
 
 
-# `repeats` always has a value, so an interrupted run can always be resumed.
 @command(
     "benchmarks.fetch:bench_fetch",
-    resume="repeats",
+    resume=True,
     report_folder="--report",
     precisions="--precision",
 )
@@ -91,7 +90,7 @@ def fetch(job: Job) -> Iterable[str]:
         quick: compare one precision only, with two runs of each measurement, and read
             only the first GiB of INDEX, which may fit in a cache of the drive.
         repeats: number of runs of each measurement.
-        report_folder: directory for the report, in Markdown and JSON, with a picture.
+        report_folder: directory for the report, in Markdown and JSON.
     """
     return _run(job)
 
@@ -115,14 +114,14 @@ def build(job: Job) -> Iterable[str]:
         images: number of images to index. If there are fewer, images are used several
             times.
         device: device that runs the model.
-        report_folder: directory for the report, in Markdown and JSON, with a picture.
+        report_folder: directory for the report, in Markdown and JSON.
     """
     return _run(job)
 
 
 @command(
     "benchmarks.search:bench_search",
-    resume="seconds",
+    resume=True,
     report_folder="--report",
     pools="--pool",
     queries_file="--queries",
@@ -155,7 +154,7 @@ def search(job: Job, *, queries_file: Path | None = None) -> Iterable[str]:
         seconds: duration of each load of the service in seconds.
         device: device that runs the model. auto uses cuda if a CUDA device is
             available.
-        report_folder: directory for the report, in Markdown and JSON, with a picture.
+        report_folder: directory for the report, in Markdown and JSON.
     """
     from edje_index.search.query import read_queries
 
@@ -186,7 +185,7 @@ def gpu(job: Job) -> Iterable[str]:
         parts: run only this part: limits, decode, score, pool, search or train;
             repeatable. If there are none, all run, and builds.
         tiny: rehearse with small models, which are fast enough for a CPU.
-        report_folder: directory for the report, in Markdown and JSON, with a picture.
+        report_folder: directory for the report, in Markdown and JSON.
     """
     return _run(job)
 

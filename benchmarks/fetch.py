@@ -243,6 +243,7 @@ def bench_fetch(
         "notes": notes,
         "method": _METHOD,
     }
+    say("if you interrupt the command, run it again to continue")
     return run(
         about,
         tasks,

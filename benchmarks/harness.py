@@ -10,7 +10,7 @@ them. Each result is printed and saved as soon as it is measured. It is a JSON o
     problem   reason why the result does not count; missing if it counts
     command   shell command that repeats the run; by default, that of the task
 
-A report is Markdown, a picture, and JSON:
+A report is Markdown and JSON:
 
     name, title    name of the command and heading
     command        command line that repeats the benchmark, without directories
@@ -37,7 +37,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -51,8 +50,6 @@ Report: TypeAlias = dict[str, Any]
 # A row is called faster than the reference if the rate of the reference is less than
 # this fraction of its rate.
 _FASTER = 0.95
-# number of panels per line of the picture
-_PANELS = 3
 DEVICE = "the device"
 READER = "edje-index"
 RECORDS = "edje-index records"
@@ -115,19 +112,17 @@ def run(
             continues there.
         say: receives each note and each result.
         verdict: returns the first sentences of the report from its rows.
-        report_folder: directory to which the report is written after each result.
+        report_folder: directory to which the report is written after each result. The
+            names of its files begin with the date and the name of the benchmark.
 
     Raises:
         UsageError: no report can be written to `report_folder`.
     """
-    draws = find_spec("matplotlib") is not None
     if report_folder is not None:
         check_report_folder(report_folder)
-        if not draws:
-            say("the report has no picture: matplotlib is not installed")
     for note in about["notes"]:
         say(note)
-    say(f"{len(tasks)} runs; if you interrupt the command, run it again to continue")
+    say(f"{len(tasks)} runs")
     log = scratch / "results.jsonl"
     # Results of an interrupted benchmark are used only if it measured the same.
     key = json.dumps([about["settings"], about["subjects"], tasks])
@@ -168,13 +163,13 @@ def run(
             sentences = verdict(rows)
             report |= {"rows": rows, "verdict": list(sentences)}
             if report_folder is not None:
-                write(report, report_folder)
+                name = f"{report['environment']['date']}-{report['name']}"
+                text = "\n".join(report_lines(report))
+                write_report(report_folder, text + "\n", report, name)
         # The file is closed after each line, so that a killed process loses no run.
         with log.open("a") as file:
             file.write(json.dumps(results[before:]) + "\n")
     shutil.rmtree(scratch)
-    if report_folder is not None:
-        write(report, report_folder, draws=draws)
     return report
 
 
@@ -285,27 +280,13 @@ def _rate(values: dict[str, float]) -> float:
     return next(iter(values.values()))
 
 
-def write(report: Report, folder: Path, *, draws: bool = False) -> None:
-    """Write the report to the directory `folder`. The names of the files begin with the
-    date and the name of the benchmark. A picture is drawn only if `draws` is True.
-    """
-    name = f"{report['environment']['date']}-{report['name']}"
-    picture = f"{name}.png" if draws else None
-    if picture:
-        draw(report["rows"], folder / picture)
-    text = "\n".join(report_lines(report, picture))
-    write_report(folder, text + "\n", report, name)
-
-
-def report_lines(report: Report, picture_name: str | None = None) -> Iterator[str]:
+def report_lines(report: Report) -> Iterator[str]:
     """Yield the lines of the report in Markdown."""
     where = report["environment"]
     rows = report["rows"]
     yield f"# {report['title']}, {where['date']}\n"
     yield from (f"- {line}" for line in report["verdict"])
     yield ""
-    if picture_name:
-        yield f"![Rates]({picture_name})\n"
     rated = [row for row in rows if row["ratio"] is not None]
     groups = dict.fromkeys(row["group"] for row in rated)
     if len(groups) > 1:
@@ -371,33 +352,6 @@ def faster(report_rows: Sequence[Report], reference: str) -> Iterator[str]:
 def select(rows: Sequence[Report], **values: object) -> list[Report]:
     """Return the rows whose members equal `values`."""
     return [row for row in rows if all(row[key] == values[key] for key in values)]
-
-
-def draw(rows: Sequence[Report], path: Path) -> None:
-    """Draw a picture with one panel for each table and case that compares several
-    subjects. A bar shows the rate of a subject.
-    """
-    from matplotlib.figure import Figure
-
-    panels = dict[str, list[Report]]()
-    for row in rows:
-        for unit in [*row["values"]][:1]:
-            title = f"{row['group']}: {row['table']}\n{row['case']}, {unit}"
-            panels.setdefault(title, []).append(row)
-    panels = {
-        title: of_panel for title, of_panel in panels.items() if len(of_panel) > 1
-    }
-    lines = -(-len(panels) // _PANELS) or 1
-    figure = Figure(figsize=(15, 3 * lines), layout="constrained")
-    for number, (title, of_panel) in enumerate(panels.items(), 1):
-        axis = figure.add_subplot(lines, _PANELS, number)
-        rates = [_rate(row["values"]) for row in of_panel]
-        bars = axis.barh([row["subject"] for row in of_panel], rates)
-        axis.bar_label(bars, [*map(number_text, rates)], padding=3)
-        axis.set_title(title, fontsize="medium")
-        axis.invert_yaxis()
-        axis.margins(x=0.2)
-    figure.savefig(path, dpi=110)
 
 
 def number_text(value: float) -> str:

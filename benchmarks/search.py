@@ -142,6 +142,7 @@ def bench_search(
         "method": _METHOD,
     }
     chosen = [task for task in tasks if task.function.split(":")[1] in workloads]
+    say("if you interrupt the command, run it again to continue")
     return run(
         about,
         chosen,

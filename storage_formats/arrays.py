@@ -16,6 +16,9 @@ Floats: TypeAlias = NDArray[np.float32]
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
 
+# the exponent bits of bfloat16
+_EXPONENT = np.uint16(0x7F80)
+
 
 def as_array(values: Any) -> Array:
     """Return `values` as a NumPy array. A PyTorch tensor may be on any device. A
@@ -44,6 +47,16 @@ def holes(values: Array) -> Bools:
     while values.ndim > 1:
         values = values[:, 0]
     return np.isnan(values.astype(np.float32))
+
+
+def finite_blocks(blocks: Array) -> Bools:
+    """Return which of `blocks`, bfloat16 [k, m, d], have only finite values, bool
+    [k].
+    """
+    # All bits of the exponent are set in NaN and infinity only.
+    exponents = blocks.view(np.uint16) & _EXPONENT
+    finite: Bools = (exponents != _EXPONENT).all(axis=(1, 2))
+    return finite
 
 
 def as_finite(values: Any, name: str) -> Floats:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -46,7 +47,7 @@ from storage_formats.format.manifest import (
     kept_snapshots,
     named_files,
 )
-from storage_formats.format.places import Directory, Place, open_place
+from storage_formats.format.places import Place, open_place
 from storage_formats.format.receipts import ShardReceipt, read_receipts
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.remote.objects import ObjectStoreError
@@ -116,6 +117,12 @@ class Change:
         # tuples become lists.
         wanted = json.loads(json.dumps(request or {}))
         self._journal = Journal(kind, wanted, manifest_digest(layout))
+        if is_dry:
+            # Some stores refuse to say that an object is missing.
+            with contextlib.suppress(ObjectStoreError):
+                earlier = unfinished_journal(layout)
+                if earlier is not None and self.is_same(earlier):
+                    self._journal = earlier
 
     @property
     def index(self) -> CommittedIndex:
@@ -146,21 +153,17 @@ class Change:
         return (earlier.kind, earlier.request) == (wanted.kind, wanted.request)
 
     def receipts(
-        self, shards: Iterable[int], fingerprint: str, written: Place | None = None
+        self, shards: Iterable[int], fingerprint: str
     ) -> dict[int, ShardReceipt]:
         """Return the receipts of those of `shards` that earlier runs finished, keyed by
         shard number. Receipts whose `plan` differs from `fingerprint`, the fingerprint
         of the tasks of this change, are left out.
 
         The private files of crashed workers are removed, unless the change is dry.
-
-        Args:
-            written: place that the tasks write to; None for that of the index.
         """
-        written = written or self.layout
         if not self.is_dry:
-            shutil.rmtree(written.staging, ignore_errors=True)
-        return read_receipts(written, shards, fingerprint)
+            shutil.rmtree(self.layout.staging, ignore_errors=True)
+        return read_receipts(self.layout, shards, fingerprint)
 
     def abandon(self) -> None:
         """Make the end of this change remove its files even if a later run could use
@@ -223,11 +226,6 @@ class Change:
                 not the journal of this change.
         """
         layout = self.layout
-        if self.is_dry:
-            if earlier is not None and self.is_same(earlier):
-                self._journal = earlier
-            yield
-            return
         if earlier is not None and _has_work(layout, earlier):
             if not self.is_same(earlier):
                 advice, remedy = how_to_discard(layout)
@@ -416,13 +414,7 @@ def begin_change(
     """
     if dry_run:
         index = CommittedIndex.open(root)
-        change = Change(index.place, index, kind, request, is_dry=True)
-        earlier = None
-        # Some stores refuse to say that an object is missing.
-        with contextlib.suppress(ObjectStoreError):
-            earlier = unfinished_journal(index.place)
-        with change._running(earlier):
-            yield change
+        yield Change(index.place, index, kind, request, is_dry=True)
         return
     # If there is no index, no claim is made, because that would create the directory.
     CommittedIndex.open(root)
@@ -455,30 +447,32 @@ def begin_new_index(
         UsageError: `root` holds a finished index or other files, lies inside an
             index, or cannot be written.
     """
-    with contextlib.ExitStack() as stack:
-        layout = stack.enter_context(open_place(root))
+    with open_place(root) as layout:
         check_free(layout)
         if dry_run:
-            change = Change(layout, None, kind, request, is_dry=True)
-            stack.enter_context(change._running(unfinished_journal(layout)))
-            yield change
+            yield Change(layout, None, kind, request, is_dry=True)
             return
-        stack.enter_context(layout.claimed())
-        earlier = _recover(layout)
-        if layout.manifest.exists():
-            # Only an index of arrays can be appended to by the same command.
-            remedy = "append" if kind == "import-arrays" else None
-            raise UsageError(
-                f"{layout.location} exists already; choose another directory or URL",
-                parameter="out",
-                remedy=remedy,
-            )
-        change = Change(layout, None, kind, request)
-        if earlier is not None and earlier.kind == kind and not change.is_same(earlier):
-            _discard(change, earlier, notify)
-            earlier = None
-        stack.enter_context(change._running(earlier))
-        yield change
+        with layout.claimed():
+            earlier = _recover(layout)
+            if layout.manifest.exists():
+                # Only an index of arrays can be appended to by the same command.
+                remedy = "append" if kind == "import-arrays" else None
+                raise UsageError(
+                    f"{layout.location} exists already; choose another directory or"
+                    " URL",
+                    parameter="out",
+                    remedy=remedy,
+                )
+            change = Change(layout, None, kind, request)
+            if (
+                earlier is not None
+                and earlier.kind == kind
+                and not change.is_same(earlier)
+            ):
+                _discard(change, earlier, notify)
+                earlier = None
+            with change._running(earlier):
+                yield change
 
 
 @contextlib.contextmanager
@@ -588,18 +582,17 @@ def collect_garbage(
             _discard(change, earlier, notify)
         remove_build(layout)
         current = change.index.manifest
-        numbers = earlier_snapshots(layout, current)
-        # `keep` also counts the current snapshot, which is always kept and is not in
-        # `numbers`. So there are `len(numbers) + 1` snapshots.
-        removed = [] if keep is None else numbers[: max(0, len(numbers) + 1 - keep)]
-        oldest = [*numbers, current.snapshot.number][len(removed)]
+        numbers = [*earlier_snapshots(layout, current), current.snapshot.number]
+        removed = [] if keep is None else numbers[:-keep]
+        oldest = numbers[len(removed)]
         sizes = []
         if keep is not None and oldest > (current.snapshot.oldest or 0):
             snapshot = replace(current.snapshot, oldest=oldest)
             manifest = replace(current, snapshot=snapshot)
+            # Without a journal, because the disk may have room for one more file only.
+            # If this process is killed, the next call removes what is left.
             try:
-                with change._running(None):
-                    sizes += change.commit(manifest)
+                sizes += change.commit(manifest)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
@@ -607,9 +600,9 @@ def collect_garbage(
                 # snapshots do not exist any more, so their files can be removed first.
                 layout.remove(map(layout.snapshot, removed))
                 sizes += _remove_garbage(layout, tables=True)
-                with change._running(None):
-                    sizes += change.commit(manifest)
+                sizes += change.commit(manifest)
         sizes += remove_what_is_not_kept(layout, tables=True, shards=True)
+        remove_build(layout)
         discarded = None if earlier is None else earlier.kind
         return Removal(tuple(removed), len(sizes), sum(sizes), discarded)
 
@@ -628,16 +621,16 @@ def _discard(change: Change, earlier: Journal, notify: Notify) -> None:
     change._remove_files()
 
 
-def finish_committed(root: str | Path) -> None:
-    """Finish a change of the index at `root` that was killed after its commit. Does
+def finish_committed(place: Place) -> None:
+    """Finish a change of the index at `place` that was killed after its commit. Does
     nothing if the index cannot be written or another process is changing it.
     """
-    layout = Directory(Path(root).absolute())
     # A reader may lack the permission to write, so errors are ignored.
     with contextlib.suppress(OSError, EdjeError):
-        if layout.journal.exists() and unfinished_journal(layout) is None:
-            with layout.claimed():
-                _recover(layout)
+        # A reader must not disturb writers whose change is not committed.
+        if place.journal.exists() and unfinished_journal(place) is None:
+            with place.claimed():
+                _recover(place)
 
 
 def _recover(layout: Place) -> Journal | None:
@@ -699,12 +692,12 @@ def remove_what_is_not_kept(
         if path.stem.isdecimal() and int(path.stem) < oldest
     ]
     named = {file.path for each in manifests for file in each.own_files}
-    unnamed = [
-        path
-        for own_folder in layout.own_folders()
-        for path in layout.names(own_folder)
-        if layout.relative(path) not in named
-    ]
+
+    def unnamed_in(folders: Iterable[Path]) -> list[Path]:
+        paths = itertools.chain(*map(layout.names, folders))
+        return [path for path in paths if layout.relative(path) not in named]
+
+    unnamed = unnamed_in(layout.own_folders())
     unnamed_tables = [path for path in unnamed if path.name.startswith("shards-")]
     layout.remove(dropped_manifests)
     if not tables:
@@ -713,14 +706,9 @@ def remove_what_is_not_kept(
     # names. Such files are removed even if the table itself stays.
     if shards or unnamed_tables:
         for each in manifests:
-            named.update(map(layout.relative, layout.zarr_files(each.spec)))
+            named.update(map(layout.relative, zarr_documents(layout, each.spec)))
         named.update(file.path for file in named_files(index, manifests))
-        unnamed += [
-            path
-            for folder in (*layout.shard_folders(), *layout.old_folders())
-            for path in layout.names(folder)
-            if layout.relative(path) not in named
-        ]
+        unnamed += unnamed_in([*layout.shard_folders(), *layout.old_folders()])
     return layout.remove(unnamed)
 
 

@@ -24,6 +24,9 @@ class EdjeError(Exception):
             the unfinished change. "upgrade": call `upgrade_index`. None if the message
             itself says what to do. The command line adds the matching command to the
             message; `pipelines.cli.main` lists all words.
+        row_ids: row ids to which the error applies, for example those of damaged blocks
+            that the failed operation has found. Others may have the same problem. Empty
+            if the error is not one of single rows.
 
     Examples:
         >>> from storage_formats import EdjeError, TokenStore
@@ -42,19 +45,14 @@ class EdjeError(Exception):
         *arguments: object,
         parameter: str | None = None,
         remedy: str | None = None,
+        row_ids: tuple[int, ...] = (),
     ) -> None:
+        # Unpickling calls the class with the arguments of this call, and then sets the
+        # attributes.
         super().__init__(*arguments)
         self.parameter = parameter
         self.remedy = remedy or self.remedy
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # A copy is made without `__init__`: in a subclass such as `DeletedRowError`,
-        # `__init__` takes other arguments than the message.
-        return _restored, (type(self), self.args), vars(self)
-
-
-def _restored(kind: type[EdjeError], arguments: tuple[object, ...]) -> EdjeError:
-    return kind.__new__(kind, *arguments)
+        self.row_ids = row_ids
 
 
 class UsageError(EdjeError):
@@ -96,10 +94,8 @@ class RowIdError(UsageError, IndexError):
 
 
 class DeletedRowError(RowIdError):
-    """A requested row was deleted. This error is also an `IndexError`.
-
-    Attributes:
-        row_ids: the requested row ids whose rows are deleted.
+    """A requested row was deleted. This error is also an `IndexError`. Its `row_ids`
+    are those of all requested rows that are deleted.
 
     Examples:
         >>> from edje_index import delete_rows
@@ -111,14 +107,6 @@ class DeletedRowError(RowIdError):
         ...     print(error)
         row 2 was deleted; an earlier snapshot of the index may still hold it
     """
-
-    def __init__(self, row_ids: tuple[int, ...]) -> None:
-        others = f" and {len(row_ids) - 1} more were" if len(row_ids) > 1 else " was"
-        super().__init__(
-            f"row {row_ids[0]}{others} deleted; an earlier snapshot of the index may"
-            f" still hold {'them' if len(row_ids) > 1 else 'it'}"
-        )
-        self.row_ids = row_ids
 
 
 class IncompleteIndexError(EdjeError):
@@ -142,10 +130,6 @@ class IncompleteIndexError(EdjeError):
 class CorruptIndexError(EdjeError):
     """A file of the index is missing, damaged, or inconsistent with the manifest.
 
-    Attributes:
-        row_ids: row ids of the damaged blocks that the failed operation has found.
-            Other blocks may be damaged too.
-
     Examples:
         >>> from pathlib import Path
         >>> from storage_formats import CorruptIndexError, TokenStore
@@ -156,12 +140,6 @@ class CorruptIndexError(EdjeError):
         ...     print("damaged")
         damaged
     """
-
-    def __init__(
-        self, message: str, *, row_ids: tuple[int, ...] = (), remedy: str | None = None
-    ) -> None:
-        super().__init__(message, remedy=remedy)
-        self.row_ids = row_ids
 
 
 class TaskInterrupted(Exception):

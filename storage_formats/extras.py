@@ -27,7 +27,7 @@ _MODULES = {
     "search": _SEARCH,
     "build": (*_SEARCH, "pathspec", "ray", "zarr"),
     "train": (*_SEARCH, "pydantic", "ray"),
-    "bench": ("h5py", "lance", "lmdb", "matplotlib", "tensorstore", "zarr"),
+    "bench": ("h5py", "lance", "lmdb", "tensorstore", "zarr"),
     "towers": ("onnx",),
     "demo": ("onnx",),
     "remote": ("huggingface_hub", "obstore", "urllib3"),

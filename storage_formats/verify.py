@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
 import json
 import os
 import re
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from storage_formats.arrays import Bools
 from storage_formats.cache import cache_directory
 from storage_formats.codecs import Codec, codec, fill_record
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import crc32c_rows, read_checksums
-from storage_formats.format.committed_files import iter_shard_files
 from storage_formats.format.file_check import FileEntry, Problem, check_file
 from storage_formats.format.index_files import IndexFile
-from storage_formats.format.layout import ROOT, IndexSpec, Layout, padded_shard_bytes
+from storage_formats.format.layout import (
+    EMBEDDING_FILE,
+    ROOT,
+    IndexSpec,
+    Layout,
+    checksum_file,
+    padded_shard_bytes,
+    token_file,
+)
 from storage_formats.format.manifest import (
     CommittedIndex,
     Counts,
@@ -32,11 +38,9 @@ from storage_formats.format.manifest import (
 )
 from storage_formats.format.places import open_place
 from storage_formats.format.rows import (
-    DUPLICATE,
     INDEXED,
-    failures_by_reason,
+    count_rows,
     iter_row_groups,
-    read_index_rows,
 )
 from storage_formats.format.zarr_metadata import shard_index_bytes, zarr_documents
 from storage_formats.reading.embeddings import read_shard_embeddings
@@ -50,6 +54,8 @@ _THREADS = 4
 _MAX_ZARR_BYTES = 1 << 20
 _PIECE_BYTES = 8 << 20
 _PROBLEMS_SHOWN = 3
+# the columns of the rows with which the other files of a shard are compared
+_COLUMNS = ["status", "reason"]
 # Files that no snapshot names: a conversion leaves the earlier shard tables for readers
 # that have the index open.
 _LEFT_BEHIND = re.compile(r"manifest/shards-[0-9a-f]{8}\.parquet")
@@ -57,7 +63,7 @@ _LEFT_BEHIND = re.compile(r"manifest/shards-[0-9a-f]{8}\.parquet")
 
 def verify_index(
     root: IndexLocation,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[str, int, int], None] | None = None,
 ) -> list[Problem]:
     """Check every file of all kept snapshots of an index.
 
@@ -67,8 +73,8 @@ def verify_index(
 
     Args:
         root: directory of the index, or its URL on an object store.
-        on_progress: called as `on_progress(done, total)` after each shard of the
-            current snapshot. Both arguments are numbers of shards.
+        on_progress: called as `on_progress("verifying", done, total)` after each shard
+            of the current snapshot, with numbers of shards.
 
     Returns:
         All problems that were found. The list is empty if all files are undamaged.
@@ -142,18 +148,28 @@ def _version(index: CommittedIndex) -> tuple[bytes | None, list[Path]]:
 
 
 def _problems(
-    index: CommittedIndex, on_progress: Callable[[int, int], None] | None
+    index: CommittedIndex, on_progress: Callable[[str, int, int], None] | None
 ) -> list[Problem]:
     """Return all problems of an open index. For the arguments, see `verify_index`."""
     manifest = index.manifest
-    shards = list(manifest.spec.shard_numbers())
-    first_shards = [each.first_shard for each in manifest.rows_files]
-    check_rows = functools.cache(functools.partial(_check_rows, index))
+    spec = manifest.spec
+    files_of_shards = index.shard_files()
+    # problems of the contents of tables, which matter if the files are not damaged
+    contents: list[Problem] = []
 
-    def items() -> Iterator[tuple[int, dict[str, FileEntry], bool]]:
-        for shard, files in iter_shard_files(index, shards):
-            position = bisect.bisect_right(first_shards, shard) - 1
-            yield shard, files, check_rows(position) is None
+    def items() -> Iterator[tuple[int, dict[str, FileEntry], pa.Table | None]]:
+        for position, rows_file in enumerate(manifest.rows_files):
+            rows = None
+            with _reporting(contents, rows_file.file, "rows"):
+                groups = iter_row_groups(index, files=[position])
+                rows = pa.concat_tables(each.select(_COLUMNS) for each in groups)
+            done = 0
+            for shard in range(rows_file.first_shard, manifest.stop_shard(position)):
+                count = len(spec.shard_rows(shard))
+                if count:
+                    of_shard = None if rows is None else rows.slice(done, count)
+                    yield shard, files_of_shards[shard], of_shard
+                done += count
 
     problems = list(_check_metadata(index))
     counts = Counts(0, 0, 0)
@@ -163,26 +179,24 @@ def _problems(
         problems += shard_problems
         counts = add_counts(counts, shard_counts)
         if on_progress:
-            on_progress(done, len(shards))
+            on_progress("verifying", done, len(files_of_shards))
     # If a rows file cannot be read, its rows are missing from `counts`, so the totals
     # cannot be compared.
-    is_complete = counts.inputs == manifest.spec.used_rows
+    is_complete = counts.inputs == spec.used_rows
     if is_complete and counts != manifest.counts:
         message = (
             f"lists the counts {asdict(manifest.counts)}, but the rows have"
             f" {asdict(counts)}"
         )
         problems.append(Problem(ROOT, "counts", message))
-    problems += _check_other_files(index)
+    by_shard = {file for files in files_of_shards.values() for file in files.values()}
+    problems += _check_other_files(index, by_shard)
+    with _reporting(contents, manifest.snapshot.deleted, "deleted-rows"):
+        _ = index.deleted
+    with _reporting(contents, manifest.removed, "removed-inputs"):
+        _ = index.removed
     damaged = {problem.path for problem in problems}
-    contents = [
-        *map(check_rows, range(len(first_shards))),
-        _check_content(
-            manifest.snapshot.deleted, "deleted-rows", lambda: index.deleted
-        ),
-        _check_content(manifest.removed, "removed-inputs", lambda: index.removed),
-    ]
-    problems += [each for each in contents if each and each.path not in damaged]
+    problems += [each for each in contents if each.path not in damaged]
     vectors = manifest.ann.get("vectors")
     has_all_rows = "rows" not in manifest.ann
     if has_all_rows and vectors is not None and vectors != manifest.counts.indexed:
@@ -194,29 +208,29 @@ def _problems(
 
 
 def check_shard(
-    index: CommittedIndex, item: tuple[int, Mapping[str, FileEntry], bool]
+    index: CommittedIndex,
+    item: tuple[int, Mapping[str, FileEntry], pa.Table | None],
 ) -> tuple[list[Problem], Counts]:
     """Check all files of a shard. If the index is on an object store, they are
     downloaded first.
 
     Args:
-        item: (shard number, entries of the files of the shard, keyed by path, whether
-            its rows file is sound).
+        item: (shard number, entries of the files of the shard, keyed by path, columns
+            `_COLUMNS` of its rows, or None if they cannot be read).
 
     Returns:
         The problems, and the counts of the inputs of the shard. If its rows cannot be
         read, all counts are 0.
     """
-    shard, files, has_rows = item
+    shard, files, rows = item
     layout = index.layout
     spec = index.spec
     codecs = [codec(name, spec.block_shape) for name in spec.precisions]
-    paths = [layout.embedding_shard(shard)]
+    expected = [EMBEDDING_FILE]
     for each in codecs:
-        ndim = len(each.record_shape)
-        paths += [layout.token_shard(each.name, shard, ndim)]
-        paths += [layout.checksums(each.name, shard)]
-    expected = [layout.relative(path) for path in paths]
+        expected += [token_file(each.name, len(each.record_shape))]
+        expected += [checksum_file(each.name)]
+    expected = [name.format(shard) for name in expected]
     problems = [
         Problem(path, "shard-table", "is not listed in the shard table")
         for path in expected
@@ -232,17 +246,9 @@ def check_shard(
     ]
     counts = Counts(0, 0, 0)
     indexed = None
-    if has_rows:
-        columns = ["status", "reason"]
-        rows = read_index_rows(index.undeleted(), spec.shard_rows(shard), columns)
-        statuses = rows["status"].to_pylist()
-        counts = Counts(
-            len(rows),
-            statuses.count(INDEXED),
-            statuses.count(DUPLICATE),
-            failures_by_reason(rows),
-        )
-        indexed = np.array([status == INDEXED for status in statuses])
+    if rows is not None:
+        counts = count_rows(rows)
+        indexed = np.array([each == INDEXED for each in rows["status"].to_pylist()])
         if problem_of_counts := counts.problem():
             where = f"shard {shard} of the rows"
             problems.append(Problem(where, "counts", problem_of_counts))
@@ -265,15 +271,15 @@ def _check_tokens(
     Args:
         indexed: bool [rows], which rows of the shard are indexed.
     """
-    path = layout.token_shard(token_codec.name, shard, len(token_codec.record_shape))
+    name = token_file(token_codec.name, len(token_codec.record_shape))
+    where = name.format(shard)
     rows = spec.shard_rows(shard)
-    where = layout.relative(path)
     size = token_codec.record_bytes
     index_offset, length = padded_shard_bytes(len(rows), spec.shard_size, size)
     step = max(1, _PIECE_BYTES // size)
     try:
         checksums = read_checksums(layout, token_codec.name, shard, len(rows))
-        with IndexFile(layout.root, path) as file:
+        with IndexFile(layout.root, layout.root / where) as file:
             if os.fstat(file.fileno()).st_size != length:
                 # `check_file` reports the wrong length.
                 return
@@ -312,7 +318,7 @@ def _check_embeddings(
     """Check that the rows `indexed`, bool [rows], have embeddings, and that all other
     rows have none.
     """
-    where = layout.relative(layout.embedding_shard(shard))
+    where = EMBEDDING_FILE.format(shard)
     try:
         values = read_shard_embeddings(layout, spec, shard)
     except CorruptIndexError:
@@ -327,25 +333,18 @@ def _check_embeddings(
         yield Problem(where, "embedding", f"has {problem.format(row_id)}")
 
 
-def _check_rows(index: CommittedIndex, position: int) -> Problem | None:
-    """Read the rows file at `position` in `rows_files`."""
-    groups = iter_row_groups(index, files=[position])
-    entry = index.manifest.rows_files[position].file
-    return _check_content(entry, "rows", lambda: deque(groups, maxlen=0))
-
-
-def _check_content(
-    entry: FileEntry | None, code: str, read: Callable[[], object]
-) -> Problem | None:
-    """Return a problem of the kind `code` if `read`, which reads the file `entry`,
-    finds damage.
+@contextlib.contextmanager
+def _reporting(
+    problems: list[Problem], entry: FileEntry | None, code: str
+) -> Iterator[None]:
+    """Context manager that adds a problem of the kind `code` to `problems` if its code,
+    which reads the file `entry`, finds damage.
     """
     try:
-        read()
+        yield
     except CorruptIndexError as error:
         message = f"cannot be read: {error.__cause__ or error}"
-        return Problem(entry.path if entry else ROOT, code, message)
-    return None
+        problems.append(Problem(entry.path if entry else ROOT, code, message))
 
 
 @contextlib.contextmanager
@@ -366,13 +365,13 @@ def files_here(index: CommittedIndex, entries: Collection[FileEntry]) -> Iterato
                 # The object does not exist. `check_file` reports the missing file.
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "wb") as file:
+            # The object may have been removed or shortened since `info` was read.
+            # `check_file` then reports the incomplete file.
+            gone = contextlib.suppress(FileNotFoundError, EOFError)
+            with open(path, "wb") as file, gone:
                 if info.size > entry.bytes:
                     file.truncate(info.size)
-                    continue
-                # The object may have been removed or shortened since `info` was read.
-                # `check_file` then reports the incomplete file.
-                with contextlib.suppress(FileNotFoundError, EOFError):
+                else:
                     file.writelines(index.remote.chunks(entry.path, info.size))
         yield
     finally:
@@ -413,18 +412,18 @@ def _check_metadata(index: CommittedIndex) -> Iterator[Problem]:
             )
 
 
-def _check_file(index: CommittedIndex, entry: FileEntry) -> Problem | None:
-    """Compare the length and the CRC-32C of a file or an object with its entry."""
-    with files_here(index, [entry]):
-        return check_file(index.root, entry)
-
-
 def _check_files(
     index: CommittedIndex, entries: Iterable[FileEntry]
 ) -> Iterator[Problem]:
-    """Call `_check_file` for each of `entries`, sorted by path, in several threads."""
+    """Compare the length and the CRC-32C of each file or object of `entries` with its
+    entry, in several threads. Yield the problems, sorted by path.
+    """
+
+    def check(entry: FileEntry) -> Problem | None:
+        with files_here(index, [entry]):
+            return check_file(index.root, entry)
+
     ordered = sorted(entries, key=lambda entry: entry.path)
-    check = functools.partial(_check_file, index)
     yield from filter(None, ordered_map(check, ordered, _THREADS, 2 * _THREADS))
 
 
@@ -445,24 +444,24 @@ def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
         entries = [each for each in entries if lengths.get(each.path) != each.bytes]
         found += _check_metadata(index)
     found += _check_files(index, entries)
-    problems = [f"{problem.path} {problem.message}" for problem in found]
-    if problems:
-        rest = (
-            f"; and {len(problems) - _PROBLEMS_SHOWN} more"
-            if len(problems) > _PROBLEMS_SHOWN
-            else ""
-        )
+    if found:
+        shown = [f"{each.path} {each.message}" for each in found[:_PROBLEMS_SHOWN]]
         raise CorruptIndexError(
             f"snapshot {index.manifest.snapshot.number} of {index.location} is finished"
-            f" but damaged: {'; '.join(problems[:_PROBLEMS_SHOWN])}{rest}."
-            " Restore the damaged files from a backup, or build the index again",
+            f" but damaged: {'; '.join(shown)} (problems: {len(found):,}). Restore the"
+            " damaged files from a backup, or build the index again",
             remedy="verify",
         )
 
 
-def _check_other_files(index: CommittedIndex) -> Iterator[Problem]:
+def _check_other_files(
+    index: CommittedIndex, by_shard: Set[FileEntry]
+) -> Iterator[Problem]:
     """Check each file of the kept snapshots that `check_shard` does not check, and look
     for data files that no snapshot names.
+
+    Args:
+        by_shard: entries of the files that `check_shard` checks.
     """
     place = index.place
     try:
@@ -475,7 +474,7 @@ def _check_other_files(index: CommittedIndex) -> Iterator[Problem]:
         )
         yield from _check_files(index, index.manifest.own_files)
         return
-    yield from _check_files(index, named - {entry for _, entry in index.shard_files()})
+    yield from _check_files(index, named - by_shard)
     # If a change is unfinished, files that no snapshot names may belong to it. They are
     # not reported, because the next change commits or removes them.
     if place.is_changing():
@@ -496,7 +495,7 @@ def _check_other_files(index: CommittedIndex) -> Iterator[Problem]:
             )
     expected_paths = {entry.path for entry in named}
     for each in manifests:
-        expected_paths.update(map(place.relative, place.zarr_files(each.spec)))
+        expected_paths.update(map(place.relative, zarr_documents(place, each.spec)))
     for folder in place.data_folders():
         try:
             paths = place.names(folder)

@@ -16,7 +16,7 @@ import string
 import unicodedata
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,8 @@ def read_captions(
     kind = container_kind(file.name)
     entries = _table_entries(file) if kind not in ARCHIVES else _samples(file, kind)
     parts = None if split is None else PARTS_OF_SPLIT.get(split, frozenset({split}))
-    merged: dict[tuple[str, str | None], CaptionedImage] = {}
+    # (location of an image, its split) -> its captions
+    merged: dict[tuple[str, str | None], tuple[str, ...]] = {}
     blank = 0
     for where, name, values in entries:
         try:
@@ -117,21 +118,20 @@ def read_captions(
         location = name
         if scheme_of(name) is None:
             location = os.path.normpath(os.path.join(folder, name))
-        item = CaptionedImage(location, captions, its_split)
-        first = merged.get((location, its_split))
-        if first is not None:
-            item = replace(first, captions=first.captions + captions)
-        merged[location, its_split] = item
+        key = location, its_split
+        merged[key] = merged.get(key, ()) + captions
     if not merged:
         raise UsageError(
             f"{file} contains no captions ({blank:,} are blank or missing); give each"
             " photo 'captions', a list of strings, or 'caption', a string"
         )
-    items = [item for item in merged.values() if parts is None or item.split in parts]
+    items = [
+        CaptionedImage(location, captions, its_split)
+        for (location, its_split), captions in merged.items()
+        if parts is None or its_split in parts
+    ]
     if not items:
-        names = sorted(
-            {item.split for item in merged.values() if item.split is not None}
-        )
+        names = sorted({name for _, name in merged if name is not None})
         advice = (
             f"use one of {', '.join(names)}"
             if names
@@ -188,31 +188,34 @@ _Located = tuple[str, str, Json]
 
 def _table_entries(path: Path) -> Iterator[_Located]:
     table = Table(str(path))
-    table.check()
+    unit = "row" if table.suffix in (".parquet", ".json") else "line"
     try:
+        table.check()
         for entry in table.entries():
-            where = f"{path}, {table.unit} {entry.number}"
+            where = f"{path}, {unit} {entry.number}"
             if entry.problem:
                 raise UsageError(f"{where}: {entry.problem}")
             name = entry.image
-            if entry.has_bytes:
+            if entry.container is not None:
                 absolute = display_path(os.path.abspath(os.fsencode(path)))
                 name = f"{absolute}!{table.column}/{entry.number - 1}"
             try:
                 name = os.fsdecode(name)
                 # An escape in JSON can stand for a lone surrogate, which no file name
                 # has.
-                is_name = name != "" and b"\0" not in os.fsencode(name)
-            except (TypeError, UnicodeEncodeError):
-                is_name = False
-            if not is_name:
+                if not name or b"\0" in os.fsencode(name):
+                    raise ValueError("no name of a file")
+            except (TypeError, ValueError) as error:
                 raise UsageError(
                     f"{where}: the entry has no file name in '{table.column}', but"
                     f" {name!r}"
-                )
+                ) from error
             yield where, name, entry.values
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise UsageError(f"{path} is damaged: {error}; write it again") from error
+        raise UsageError(
+            f"cannot read {path}: {getattr(error, 'strerror', None) or error}; check"
+            " the path and the format"
+        ) from error
 
 
 def _samples(path: Path, kind: str) -> Iterator[_Located]:
@@ -222,7 +225,7 @@ def _samples(path: Path, kind: str) -> Iterator[_Located]:
     archive_path = os.path.abspath(os.fsencode(path))
     try:
         with open_ranged(archive_path, only_headers=True) as file:
-            archive = ARCHIVES[kind][0](file)
+            archive = ARCHIVES[kind](file)
             for member, contents in members_with_sidecars(archive, clips=False):
                 if not contents:
                     continue

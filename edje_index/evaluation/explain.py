@@ -479,7 +479,7 @@ class Vocabulary:
         """
         counts = Counter(self.words[token_id] for token_id in token_ids)
         return WordCounts(
-            words=tuple(sorted(counts.items(), key=lambda item: (-item[1], item[0]))),
+            words=tuple(counts.most_common()),
             tokens=counts.total(),
             unused=sum(
                 count for word, count in counts.items() if _UNUSED.fullmatch(word)
@@ -537,7 +537,6 @@ def _attention(
             )
         image = decode_partial(data, DEFAULT_MAX_PIXELS)[0]
         pixels = encoder.preprocess(image)
-        resized = encoder.preprocess.resize(image)
     except PHOTO_ERRORS as error:
         return None, None, describe_photo_error(error)
     patches, _ = encoder.vision.encode(encoder.normalize(pixels[None]))
@@ -549,7 +548,8 @@ def _attention(
     height, width = encoder.vision.image_size
     # Patches are square, so the grid of patches has the aspect ratio of the image.
     rows = round(math.sqrt(weights.shape[1] * height / width))
-    return weights.reshape(len(weights), rows, -1), np.asarray(resized), ""
+    maps = weights.reshape(len(weights), rows, -1)
+    return maps, pixels.permute(1, 2, 0).numpy(), ""
 
 
 def content_words(caption: str) -> str:

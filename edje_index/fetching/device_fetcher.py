@@ -146,7 +146,8 @@ class DeviceFetcher:
         self._stream: torch.cuda.Stream | None = None
         self._copied: list[torch.cuda.Event] = []
         if self.device.type == "cuda":
-            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._stream = stream
             for _ in range(2):
                 self._copied.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
 

@@ -14,7 +14,6 @@ import json
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -30,13 +29,11 @@ class Batch:
     """The outputs of the model for one batch of a shard.
 
     Attributes:
-        rows: for each row of the batch, values of the attributes of its `RowEntry`.
         ready: int64 [k], positions in the batch of the images that were encoded.
         tokens: bfloat16 [k, m, d].
         embeddings: float32 [k, embed_dim].
     """
 
-    rows: Sequence[dict[str, Any]]
     ready: Ints
     tokens: Blocks
     embeddings: Floats
@@ -56,9 +53,12 @@ class KeptBatches:
         key = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self._folder = place.build / "batches" / f"{shard:08d}-{key}"
 
-    def read(self, batches: Sequence[range]) -> dict[int, Batch]:
+    def read(
+        self, batches: Sequence[range], entries: Sequence[RowEntry]
+    ) -> dict[int, Batch]:
         """Return those of `batches`, ranges of positions in the shard, that are kept
-        and sound, keyed by their first position.
+        and sound, keyed by their first position. The `entries` of their rows become as
+        they were when the batch was kept.
         """
         kept = {}
         names = set[str]()
@@ -78,21 +78,24 @@ class KeptBatches:
                     data = self._place.read(self._folder / _name(rows)) or b""
                     # The file is a zip, whose members have checksums.
                     with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-                        kept[rows.start] = Batch(
-                            json.loads(arrays["rows"].tobytes()),
+                        batch = Batch(
                             arrays["ready"],
                             arrays["tokens"].view(BF16),
                             arrays["embeddings"],
                         )
+                        values = json.loads(arrays["rows"].tobytes())
+                    for entry, of_row in zip(
+                        entries[rows.start :], values, strict=False
+                    ):
+                        vars(entry).update(of_row)
+                    kept[rows.start] = batch
         return kept
 
     def write(
         self,
         positions: range,
         entries: Sequence[RowEntry],
-        ready: Ints,
-        tokens: Blocks,
-        embeddings: Floats,
+        batch: Batch,
     ) -> None:
         """Keep the batch at `positions` of the shard."""
         # The plan of the build gives the bytes of the URI, which JSON cannot represent.
@@ -104,9 +107,9 @@ class KeptBatches:
         np.savez(
             buffer,
             rows=np.frombuffer(text, np.uint8),
-            ready=ready,
-            tokens=tokens.view(np.uint16),
-            embeddings=embeddings,
+            ready=batch.ready,
+            tokens=batch.tokens.view(np.uint16),
+            embeddings=batch.embeddings,
         )
         self._is_empty = False
         with contextlib.suppress(OSError, ObjectStoreError):

@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from edje_index.indexing.kept_batches import KeptBatches
+from edje_index.indexing.kept_batches import Batch, KeptBatches
 from edje_index.inputs.helpers import MESSAGE_INPUTS, Helpers, Threads
 from edje_index.inputs.input_lists import read_shard_inputs
 from edje_index.inputs.preparation import DecodeSettings, Preparation
 from edje_index.inputs.refs import InputRef
 from edje_index.progress import ShardProgress
-from storage_formats.arrays import Ints
+from storage_formats.arrays import finite_blocks
+from storage_formats.codecs import BF16, Blocks, Codec
 from storage_formats.errors import EdjeError, TaskInterrupted
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.places import Place, open_place
@@ -37,13 +37,12 @@ from storage_formats.format.rows import (
 )
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.threads import ordered_results
-from storage_formats.writing.shard_writer import ShardWriter
+from storage_formats.writing.shard_writer import ShardWriter, outside
 
 if TYPE_CHECKING:
     import torch
 
     from edje_index.indexing.image_encoder import ImageEncoder
-    from storage_formats.codecs import Blocks
 
 # number of batches that are prepared ahead of the model: one is being decoded, one is
 # ready
@@ -151,23 +150,18 @@ def _encode_at(
     batches = len(memory) // size
     step = min(MESSAGE_INPUTS, -(-size // helpers.count))
     # positions in the shard
-    all_batches = [
-        range(start, min(start + size, len(refs)))
-        for start in range(0, len(refs), size)
-    ]
+    shard = range(len(refs))
+    all_batches = [shard[start : start + size] for start in shard[::size]]
     parts = [
-        range(first, min(first + step, positions.stop))
+        positions[first : first + step]
         for positions in all_batches
-        for first in range(positions.start, positions.stop, step)
+        for first in range(0, len(positions), step)
     ]
     processor = encoder.processor(task.batch_size)
     keeper = KeptBatches(
         place, task.shard, f"{task.plan} {task.batch_size} {processor}"
     )
-    kept = keeper.read(all_batches)
-    for start, batch in kept.items():
-        for entry, values in zip(entries[start:], batch.rows, strict=False):
-            vars(entry).update(values)
+    kept = keeper.read(all_batches, entries)
 
     def prepare_part(part: range) -> int:
         """Prepare the inputs of `part`, and return the end of `part`."""
@@ -200,29 +194,19 @@ def _encode_at(
             with _timed(stages, "wait"):
                 while next(ends) < done:
                     pass
-            if start in kept:
-                batch = kept.pop(start)
-                with _timed(stages, "write"):
-                    writer.put(start + batch.ready, batch.tokens, batch.embeddings)
-            else:
+            batch = kept.pop(start, None)
+            if batch is None:
                 encoded += len(rows)
-                ready = _indexed(rows)
-                if len(ready):
-                    first = start % (batches * size)
-                    with _timed(stages, "encode"):
-                        ready, tokens, embeddings = _encode(
-                            encoder, rows, ready, memory[first : first + size]
-                        )
-                    with _timed(stages, "write"):
-                        problems = writer.outside(tokens)
-                        for index, problem in problems.items():
-                            rows[ready[index]].fail("out-of-range", problem)
-                        sound = [at for at in range(len(ready)) if at not in problems]
-                        outputs = ready[sound], tokens[sound], embeddings[sound]
-                        writer.put(start + outputs[0], *outputs[1:])
-                        seconds = (time.monotonic() - started) / encoded
-                        if seconds * len(refs) > _LONG_SECONDS:
-                            keeper.write(positions, rows, *outputs)
+                first = start % (batches * size)
+                with _timed(stages, "encode"):
+                    batch = _encode(
+                        encoder, rows, memory[first : first + size], writer.codecs
+                    )
+                seconds = (time.monotonic() - started) / encoded
+                if len(batch.ready) and seconds * len(refs) > _LONG_SECONDS:
+                    keeper.write(positions, rows, batch)
+            with _timed(stages, "write"):
+                writer.put(start + batch.ready, batch.tokens, batch.embeddings)
             failed += sum(row.status == FAILED for row in rows)
             stages["read"] += sum(row.read_seconds for row in rows)
             stages["decode"] += sum(row.decode_seconds for row in rows)
@@ -266,39 +250,42 @@ def _prepare(
         vars(rows[at]).update(columns)
 
 
-def _indexed(rows: Sequence[RowEntry]) -> Ints:
-    """Return the positions of the rows that have not failed and are no duplicates."""
-    return np.flatnonzero([row.status == INDEXED for row in rows])
-
-
 def _encode(
-    encoder: ImageEncoder, rows: Sequence[RowEntry], ready: Ints, batch: torch.Tensor
-) -> tuple[Ints, Blocks, NDArray[np.float32]]:
-    """Run the model on the images of a batch at the positions `ready` of `rows`.
+    encoder: ImageEncoder,
+    rows: Sequence[RowEntry],
+    pixels: torch.Tensor,
+    codecs: Sequence[Codec],
+) -> Batch:
+    """Run the model on the images of those of the k `rows` that have not failed and are
+    no duplicates, and return the outputs. If an output is not finite, or one of
+    `codecs` cannot store it, mark the row as failed.
 
-    If an output is not finite, mark the row as failed. Return the positions, the tokens
-    and the embeddings of the other images.
+    Args:
+        pixels: the memory of the batch, whose first k images belong to `rows`.
     """
+    ready = np.flatnonzero([row.status == INDEXED for row in rows])
+    if not len(ready):
+        tokens = np.empty((0, *encoder.block_shape), BF16)
+        return Batch(ready, tokens, np.empty((0, encoder.embed_dim), np.float32))
     started = time.perf_counter()
-    if len(ready) == len(batch):
-        tokens, embeddings = encoder.encode(batch)
-    elif encoder.fills_batches:
-        tokens, embeddings = (each[ready] for each in encoder.encode(batch))
-    else:
-        tokens, embeddings = encoder.encode(batch[ready])
+    if not encoder.fills_batches:
+        pixels = pixels[ready]
+    tokens, embeddings = encoder.encode(pixels)
+    if len(tokens) > len(ready):
+        tokens = tokens[ready]
+        embeddings = embeddings[ready]
     seconds = (time.perf_counter() - started) / len(ready)
-    bits = tokens.view(np.uint16).reshape(len(tokens), -1)
-    # a bfloat16 is not finite if all bits of the exponent (0x7F80) are set
-    finite = np.isfinite(embeddings).all(axis=1) & ((bits & 0x7F80) != 0x7F80).all(
-        axis=1
-    )
-    for position, is_finite in zip(ready.tolist(), finite, strict=True):
-        rows[position].encode_seconds = seconds
-        if not is_finite:
-            rows[position].fail(
-                "non-finite-output", "the model returned NaN or infinity for this image"
-            )
-    return ready[finite], tokens[finite], embeddings[finite]
+    for row in ready.tolist():
+        rows[row].encode_seconds = seconds
+    for position, problem in outside(codecs, tokens).items():
+        rows[ready[position]].fail("out-of-range", problem)
+    finite = np.isfinite(embeddings).all(axis=1) & finite_blocks(tokens)
+    for row in ready[~finite].tolist():
+        rows[row].fail(
+            "non-finite-output", "the model returned NaN or infinity for this image"
+        )
+    sound = [rows[row].status == INDEXED for row in ready.tolist()]
+    return Batch(ready[sound], tokens[sound], embeddings[sound])
 
 
 def encode_inputs(
@@ -306,16 +293,15 @@ def encode_inputs(
     encoder: ImageEncoder,
     settings: DecodeSettings,
     batch_size: int,
-) -> tuple[dict[int, Blocks], dict[int, str]]:
+) -> tuple[list[RowEntry], dict[int, Blocks]]:
     """Encode one batch of inputs as `encode_shard` does, and write nothing.
 
     Args:
         batch_size: see `ShardTask`.
 
     Returns:
-        (blocks, reasons): the block [m, d] of each input that was encoded, and the
-        reason for each input that could not be encoded. The keys of both are positions
-        in `refs`.
+        (rows, blocks): the row of each input, and the block [m, d] of each input that
+        was encoded, by position in `refs`.
 
     Raises:
         TransientInputError: an input cannot be read or decoded because of a problem of
@@ -327,17 +313,9 @@ def encode_inputs(
     helpers = Threads(1, Preparation(settings, encoder.preprocess), size)
     rows = [_row_entry(position, ref) for position, ref in enumerate(refs)]
     _prepare(helpers, range(len(refs)), rows, refs, size)
-    blocks: dict[int, Blocks] = {}
-    ready = _indexed(rows)
-    if len(ready):
-        batch = torch.from_numpy(helpers.pixels)
-        ready, tokens, _ = _encode(encoder, rows, ready, batch)
-        blocks = dict(zip(ready.tolist(), tokens, strict=True))
-    return blocks, {
-        position: str(row.reason)
-        for position, row in enumerate(rows)
-        if row.status == FAILED
-    }
+    pixels = torch.from_numpy(helpers.pixels)
+    batch = _encode(encoder, rows, pixels, ())
+    return rows, dict(zip(batch.ready.tolist(), batch.tokens, strict=True))
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """Reads inputs that are packed in containers: archives and Parquet files.
 
 `ARCHIVES` lists the kinds of archives. To add a kind, write a class like `ZipArchive`,
-and add an entry to `ARCHIVES`. If the class reads only headers to list the members, add
-the suffix of the new kind to `TreeSource` in `pipelines.sources.kinds`, too.
+and add entries to `ARCHIVES` and `ARCHIVE_SUFFIXES`. If the class reads only headers to
+list the members, add the suffix of the new kind to `TreeSource` in
+`pipelines.sources.kinds`, too.
 """
 
 from __future__ import annotations
@@ -22,24 +23,22 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from edje_index.images.decode import ImageError
+from edje_index.inputs.column_types import BYTES, column_kind
 from edje_index.inputs.names import (
     MAX_SIDECAR_BYTES,
     SIDECAR_SUFFIXES,
     file_name,
     join_sidecars,
     sample_of,
-    sidecar_names,
 )
 from edje_index.inputs.ranges import RangedFile, StreamWindow, Turns, open_ranged
 from edje_index.inputs.tars import Member, TarArchive, check_bytes
-from storage_formats.format.column_types import BYTES, column_kind
-from storage_formats.format.parquet import iter_batches, open_parquet
 from storage_formats.remote.urls import is_url
 
 PARQUET = "parquet"
-PARQUET_SUFFIX = ".parquet"
 
 MAX_EXPANSION = 100
 FREE_EXPANSION = 16 << 20
@@ -156,10 +155,6 @@ class ZipArchive:
             raise ImageError(problem, "found while planning")
         return info
 
-    def close(self) -> None:
-        self._archive.close()
-        self._file.close()
-
 
 def _zip_problem(info: zipfile.ZipInfo) -> str | None:
     """Return the reason why a member cannot be read; None if it can be read."""
@@ -203,7 +198,9 @@ class ParquetImages:
     def __init__(self, file: RangedFile, column: str) -> None:
         self._file = file
         with _named_damage("the Parquet file"):
-            self._parquet = open_parquet(file, buffer_size=_PARQUET_BUFFER)
+            self._parquet = pq.ParquetFile(
+                file, pre_buffer=False, buffer_size=_PARQUET_BUFFER
+            )
             leaf = image_leaf(self._parquet.schema_arrow, column)
         if leaf is None:
             raise ImageError(
@@ -239,16 +236,14 @@ class ParquetImages:
             raise ImageError("changed-since-plan", f"the file has no image {offset}")
         return items[0].data
 
-    def close(self) -> None:
-        self._parquet.close()
-        self._file.close()
-
     def _images(self, group: int) -> Iterator[tuple[int, bytes | None]]:
         """Yield (1, bytes of the image) for each row of row group `group`."""
         # A batch has one row, to bound memory. A Parquet file stores a repeated value
         # once, so a batch of many rows could be much larger than the file.
         with _named_damage("the Parquet file"):
-            for batch in iter_batches(self._parquet, 1, [self._leaf], [group]):
+            for batch in self._parquet.iter_batches(
+                1, [group], [self._leaf], use_threads=False
+            ):
                 value = batch.column(0)[0].as_py()
                 yield 1, value["bytes"] if isinstance(value, dict) else value
 
@@ -273,34 +268,32 @@ def image_leaf(schema: Any, column: str) -> str | None:
     return leaf if column_kind(arrow_type) == BYTES else None
 
 
-ARCHIVES: dict[str, tuple[Callable[[RangedFile], Archive], tuple[str, ...]]] = {
-    "tar": (
-        TarArchive,
-        (
-            ".tar",
-            ".tar.gz",
-            ".tgz",
-            ".tar.bz2",
-            ".tbz2",
-            ".tar.xz",
-            ".txz",
-            ".tar.zst",
-            ".tzst",
-        ),
-    ),
-    "zip": (ZipArchive, (".zip",)),
+ARCHIVES: dict[str, Callable[[RangedFile], Archive]] = {
+    "tar": TarArchive,
+    "zip": ZipArchive,
 }
-"""Kind of an archive -> (function that opens an archive, suffixes). The function raises
-ImageError if the archive is damaged.
+"""Kind of an archive -> function that opens it, or raises ImageError if the archive is
+damaged.
 """
 
-ARCHIVE_SUFFIXES = tuple(
-    suffix for _, suffixes in ARCHIVES.values() for suffix in suffixes
-)
+ARCHIVE_SUFFIXES = {
+    ".tar": "tar",
+    ".tar.gz": "tar",
+    ".tgz": "tar",
+    ".tar.bz2": "tar",
+    ".tbz2": "tar",
+    ".tar.xz": "tar",
+    ".txz": "tar",
+    ".tar.zst": "tar",
+    ".tzst": "tar",
+    ".zip": "zip",
+}
+"""Suffix of an archive -> kind."""
+
+_SUFFIXES = {**ARCHIVE_SUFFIXES, ".parquet": PARQUET}
 # the suffix of a container in front of the "!" of a uri, see `split_uri`
 _MEMBER_MARK = re.compile(
-    f"(?:{'|'.join(map(re.escape, (*ARCHIVE_SUFFIXES, PARQUET_SUFFIX)))})(?=!)",
-    re.IGNORECASE,
+    f"(?:{'|'.join(map(re.escape, _SUFFIXES))})(?=!)", re.IGNORECASE
 )
 
 
@@ -315,7 +308,9 @@ def members_with_sidecars(
     metadata files may come after all images.
 
     Concatenated archives can contain the same names several times. Of several metadata
-    files with the same name, a member gets the one in its sample, or else the first.
+    files with the same name, a member gets the one in its sample, or else the first. As
+    in WebDataset, a sample consists of consecutive members whose paths agree up to the
+    first dot of the file name.
 
     Raises:
         ImageError: the archive is damaged. The members before the damage are yielded
@@ -325,24 +320,36 @@ def members_with_sidecars(
     # (number of a sample, name of a metadata file in it) -> content
     contents: dict[tuple[int, bytes], bytes | None] = {}
     damage = None
+    number = 0
+    key = b""
+    names: set[bytes] = set()
     try:
-        for number, (sample, read) in enumerate(_samples(archive)):
-            members += [(number, member) for member in sample.values()]
-            for name in sidecar_names(join_sidecars(sample, clips)):
-                if name not in read:
-                    read[name] = _sidecar(archive, sample[name])
-                contents[number, name] = read[name]
+        for member in archive.members():
+            name = member.name
+            if name in names or sample_of(name) != key:
+                # Contents that may not be needed are dropped, to bound memory.
+                _, used = join_sidecars(names, clips)
+                for unused in names - used:
+                    contents.pop((number, unused), None)
+                number += 1
+                key = sample_of(name)
+                names = set()
+            names.add(name)
+            members.append((number, member))
+            # Metadata files are read as they pass, because a compressed archive would
+            # be decompressed again for them.
+            if os.fsdecode(name).lower().endswith(SIDECAR_SUFFIXES):
+                contents[number, name] = _sidecar(archive, member)
     except ImageError as error:
         damage = error
-    joined = join_sidecars([member.name for _, member in members], clips)
-    used = sidecar_names(joined)
+    joined, used = join_sidecars([member.name for _, member in members], clips)
     first: dict[bytes, bytes | None] = {}
     for number, member in members:
-        if member.name in used:
-            key = number, member.name
-            if key not in contents:
-                contents[key] = _sidecar(archive, member)
-            first.setdefault(member.name, contents[key])
+        name = member.name
+        if name in used:
+            if (number, name) not in contents:
+                contents[number, name] = _sidecar(archive, member)
+            first.setdefault(name, contents[number, name])
     for number, member in members:
         if member.name not in used:
             yield (
@@ -354,40 +361,6 @@ def members_with_sidecars(
             )
     if damage is not None:
         raise damage
-
-
-def _samples(
-    archive: Archive,
-) -> Iterator[tuple[dict[bytes, Member], dict[bytes, bytes | None]]]:
-    """Yield (members by name, contents of metadata files by name) of each sample.
-
-    As in WebDataset, a sample consists of consecutive members whose paths agree up to
-    the first dot of the file name. If the archive is damaged, yield the members before
-    the damage, and then raise ImageError.
-
-    A compressed archive is read as a stream. All metadata files in it are read as they
-    pass, so that the stream is not decompressed again for them. Those in other archives
-    are not read.
-    """
-    sample: dict[bytes, Member] = {}
-    contents: dict[bytes, bytes | None] = {}
-    sample_key = b""
-    try:
-        for member in archive.members():
-            name = member.name
-            if name in sample or sample_of(name) != sample_key:
-                yield sample, contents
-                sample = {}
-                contents = {}
-                sample_key = sample_of(name)
-            sample[name] = member
-            is_sidecar = os.fsdecode(name).lower().endswith(SIDECAR_SUFFIXES)
-            if archive.is_compressed and is_sidecar:
-                contents[name] = _sidecar(archive, member)
-    except ImageError:
-        yield sample, contents
-        raise
-    yield sample, contents
 
 
 def _sidecar(archive: Archive, member: Member) -> bytes | None:
@@ -418,12 +391,8 @@ def container_kind(name: str) -> str | None:
     has this suffix.
     """
     name = file_name(name).lower()
-    if name.endswith(PARQUET_SUFFIX):
-        return PARQUET
-    return next(
-        (kind for kind, (_, suffixes) in ARCHIVES.items() if name.endswith(suffixes)),
-        None,
-    )
+    kinds = (kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix))
+    return next(kinds, None)
 
 
 def split_uri(uri: str) -> tuple[str, str] | None:
@@ -484,4 +453,4 @@ def _open(path: bytes, container: Container) -> Archive | ParquetImages:
         raise ImageError("changed-since-plan", f"the file has {file.length} bytes now")
     if container.kind == PARQUET:
         return ParquetImages(file, container.column)
-    return ARCHIVES[container.kind][0](file)
+    return ARCHIVES[container.kind](file)

@@ -111,14 +111,32 @@ class Threads:
         Raises:
             TransientInputError: see `Preparation.run`.
         """
-        jobs = list(jobs)
-        is_remote = any(is_url(ref.path) for _, ref in jobs)
-        run_all = self._remote_threads.map if is_remote else map
-        return [*run_all(self._run, jobs)]
+        return _prepare(
+            self._preparation, list(jobs), self.pixels, {}, self._remote_threads
+        )
 
-    def _run(self, job: Job) -> Columns:
+
+def _prepare(
+    preparation: Preparation,
+    jobs: list[Job],
+    pixels: Pixels,
+    marks: Any,
+    threads: ThreadPoolExecutor,
+) -> list[Columns]:
+    """Prepare inputs one by one, or in `threads` if some are on servers. The mark of
+    each input says how far it is.
+    """
+
+    def run(index: int, job: Job) -> Columns:
         position, ref = job
-        return self._preparation.run(ref, self.pixels[position])
+        marks[index] = _RUNS
+        columns = preparation.run(ref, pixels[position])
+        marks[index] = _ENDED
+        return columns
+
+    is_remote = any(is_url(ref.path) for _, ref in jobs)
+    run_all = threads.map if is_remote else map
+    return [*run_all(run, itertools.count(), jobs)]
 
 
 class Helpers:
@@ -349,23 +367,14 @@ def _help(
     """Main function of a helper process. Answer messages until the end of
     `connection`.
     """
-
-    def run(index: int, position: int, location: tuple[Any, ...]) -> Columns:
-        marks[index] = _RUNS
-        columns = preparation.run(InputRef(*location), pixels[position])
-        marks[index] = _ENDED
-        return columns
-
     connection.send(os.getpid())
     threads = ThreadPoolExecutor(-(-REMOTE_THREADS // count))
     with suppress(EOFError, OSError):
         while True:
-            positions, locations = zip(*connection.recv(), strict=True)
-            is_remote = any(is_url(path) for _, path, *_ in locations)
-            run_all = threads.map if is_remote else map
+            jobs = [(at, InputRef(*location)) for at, location in connection.recv()]
             answer: list[Columns] | Exception
             try:
-                answer = list(run_all(run, itertools.count(), positions, locations))
+                answer = _prepare(preparation, jobs, pixels, marks, threads)
             except Exception as error:
                 answer = error
             connection.send(answer)

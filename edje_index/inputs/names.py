@@ -35,6 +35,8 @@ object of values, and a `.txt` file contains one caption per line.
 
 MAX_SIDECAR_BYTES = 1 << 20
 
+_LITTER = (b"@eaDir", b"#recycle", b"__MACOSX")
+
 
 def file_name(spec: str) -> str:
     """Return `spec`, the path or URL of a file. The query and the fragment of a web URL
@@ -53,13 +55,12 @@ def has_input_suffix(name: bytes, clips: bool) -> bool:
     return suffix in IMAGE_SUFFIXES or (clips and suffix in VIDEO_SUFFIXES)
 
 
-def is_litter(directory: bytes) -> bool:
-    """Return True for the name of a directory that a NAS, an archiver or a photo
-    program fills with thumbnails, deleted files or previews.
+def is_hidden(name: bytes) -> bool:
+    """Return True for the name of a hidden file or directory, and for that of a
+    directory that a NAS, an archiver or a photo program fills with thumbnails, deleted
+    files or previews.
     """
-    return directory in (b"@eaDir", b"#recycle", b"__MACOSX") or directory.endswith(
-        b".lrdata"
-    )
+    return name.startswith(b".") or name.endswith(b".lrdata") or name in _LITTER
 
 
 def sample_of(name: bytes) -> bytes:
@@ -70,41 +71,41 @@ def sample_of(name: bytes) -> bytes:
     return folder + slash + base.partition(b".")[0]
 
 
-def join_sidecars(names: Iterable[bytes], clips: bool) -> dict[bytes, dict[str, bytes]]:
+def join_sidecars(
+    names: Iterable[bytes], clips: bool
+) -> tuple[dict[bytes, dict[str, bytes]], set[bytes]]:
     """Return a dictionary from the name of each input to the names of its metadata
-    files by suffix. The same rule holds for a directory, a tar and a zip.
+    files by suffix, and the names of all these files. The same rule holds for a
+    directory, a tar and a zip.
 
     NAME.txt and NAME.json belong to the input NAME.jpg, or to NAME with another input
     suffix or without a suffix. If there is no such input, they belong to all inputs of
     the sample NAME, for example to NAME.left.jpg and NAME.right.jpg. Names that begin
-    with a dot are left out.
+    with a dot are left out. If several metadata files have the same name but for the
+    case of their suffix, the first wins.
     """
-    inputs_of_name: dict[bytes, list[bytes]] = {}
-    inputs_of_sample: dict[bytes, list[bytes]] = {}
-    sidecars: list[tuple[bytes, str, bytes]] = []
+    sidecars: dict[bytes, dict[str, bytes]] = {}
+    inputs: dict[bytes, bytes] = {}
     for name in names:
         stem, dotted = os.path.splitext(name)
         suffix = os.fsdecode(dotted).lower()
         if os.path.basename(name).startswith(b"."):
             continue
         if suffix in SIDECAR_SUFFIXES:
-            sidecars.append((stem, suffix, name))
+            sidecars.setdefault(stem, {}).setdefault(suffix, name)
         elif not suffix or has_input_suffix(name, clips):
-            inputs_of_name.setdefault(stem, []).append(name)
-            inputs_of_sample.setdefault(sample_of(name), []).append(name)
+            inputs[name] = stem
+    stems = set(inputs.values())
     joined: dict[bytes, dict[str, bytes]] = {}
-    # Metadata files with the exact name of an input come first, so that they win over
-    # those of the whole sample.
-    sidecars.sort(key=lambda each: (each[0] not in inputs_of_name, each))
-    for stem, suffix, name in sidecars:
-        for each in inputs_of_name.get(stem, []) or inputs_of_sample.get(stem, []):
-            joined.setdefault(each, {}).setdefault(suffix, name)
-    return joined
-
-
-def sidecar_names(joined: Mapping[bytes, Mapping[str, bytes]]) -> set[bytes]:
-    """Return the names of the metadata files in a result of `join_sidecars`."""
-    return {name for sidecars in joined.values() for name in sidecars.values()}
+    used: set[bytes] = set()
+    for name, stem in inputs.items() if sidecars else ():
+        sample = sample_of(name)
+        shared = {} if sample in stems else sidecars.get(sample, {})
+        # Metadata files with the exact name of the input win over those of the sample.
+        if of_input := shared | sidecars.get(stem, {}):
+            joined[name] = of_input
+            used.update(of_input.values())
+    return joined, used
 
 
 def parse_sidecars(contents: Mapping[str, bytes | None]) -> tuple[Json, list[str]]:

@@ -102,12 +102,8 @@ class RangedFile(io.RawIOBase):
         return data
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        position = (
-            offset
-            + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.length}[
-                whence
-            ]
-        )
+        starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.length}
+        position = starts[whence] + offset
         if position < 0:
             # Other file objects raise OSError, too. `zipfile` relies on this error,
             # because it seeks to a position before the first byte of a short file.
@@ -396,11 +392,8 @@ class StreamWindow:
                 oldest = self._kept.popleft()
                 self._first = oldest.stop
                 self._kept_bytes -= len(oldest.data or b"")
-        items = []
         # The search goes backwards, because most reads are near the last item.
-        for item in reversed(self._kept):
-            if item.stop <= first:
-                break
-            if item.start < stop:
-                items.append(item)
-        return items[::-1]
+        items = itertools.takewhile(
+            lambda item: item.stop > first, reversed(self._kept)
+        )
+        return [item for item in items if item.start < stop][::-1]

@@ -29,17 +29,17 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from edje_index.images.decode import HEAD_BYTES, image_format, undecoded_format
-from edje_index.inputs.containers import image_leaf
+from edje_index.inputs.column_types import BYTES, TEXT, column_kind
+from edje_index.inputs.containers import PARQUET, Container, image_leaf
 from edje_index.inputs.json_lines import parse_json_lines
 from edje_index.inputs.names import file_name
 from edje_index.inputs.ranges import RangedFile, open_file, open_ranged
 from edje_index.inputs.refs import MAX_INPUT_BYTES
 from storage_formats.atomic import Json
 from storage_formats.errors import UsageError
-from storage_formats.format.column_types import BYTES, TEXT, column_kind
-from storage_formats.format.parquet import iter_batches, open_parquet
 from storage_formats.format.source_columns import (
     CAPTION_COLUMNS,
     PlainText,
@@ -99,14 +99,15 @@ class Entry(NamedTuple):
         number: line or row of the entry, counted from 1.
         values: values by column name. Without the column of images, if `image` is set.
         image: name of the image: a str or bytes if it is valid. None if there is none.
-        has_bytes: True if the table holds the bytes of the image.
+        container: how the table packs the bytes of the image; None if it does not have
+            them.
         problem: why the entry, or a part of it, cannot be used; empty if it can.
     """
 
     number: int
     values: Json
     image: Any = None
-    has_bytes: bool = False
+    container: Container | None = None
     problem: str = ""
 
 
@@ -124,10 +125,7 @@ class Table:
     Attributes:
         column: the column of images, once `check` or `entries` has selected it.
         has_bytes: True if `column` holds the bytes of images.
-        length: number of bytes of a Parquet file, once `entries` has opened it.
     """
-
-    length: int
 
     def __init__(
         self,
@@ -142,46 +140,33 @@ class Table:
         self.suffix = os.path.splitext(file_name(path))[1].lower()
         if path == STANDARD_INPUT:
             self.suffix = ".txt"
-        self._images_only = images_only
-        self._is_selected = False
-
-    @property
-    def unit(self) -> str:
-        """What the number of an entry counts: "line" or "row"."""
-        return "row" if self.suffix in (".parquet", ".json") else "line"
+        self.images_only = images_only
 
     def check(self) -> None:
         """Select the column of images.
 
         Raises:
-            UsageError: the table cannot be read, or has no column of images.
+            UsageError: the table is of an unknown format or has no column of images, or
+                standard input is a terminal.
+            OSError, ValueError, pyarrow.ArrowException: the table cannot be read.
         """
         if self.suffix not in TABLE_SUFFIXES:
             raise UsageError(
                 f"cannot read {self.path} as a table: its name must end in one of"
                 f" {', '.join(TABLE_SUFFIXES)}"
             )
-        try:
-            if self.suffix == ".parquet":
-                with open_table(os.fsencode(self.path)) as (_, parquet):
-                    self._select_parquet(parquet)
-            elif self.suffix != ".txt":
-                self._select(self._columns())
-            elif self.path != STANDARD_INPUT:
-                self._open().close()
-            elif sys.stdin is None or (not sys.stdin.closed and sys.stdin.isatty()):
-                raise UsageError(
-                    "standard input is a terminal; pipe a list of paths into the"
-                    " command",
-                    parameter="sources",
-                )
-        except (OSError, ValueError, csv.Error) as error:
+        if self.suffix == ".parquet":
+            with open_table(os.fsencode(self.path)) as (_, parquet):
+                self._select_parquet(parquet)
+        elif self.suffix != ".txt":
+            self._select(self._columns())
+        elif self.path != STANDARD_INPUT:
+            self._open().close()
+        elif sys.stdin is None or (not sys.stdin.closed and sys.stdin.isatty()):
             raise UsageError(
-                f"cannot read the list {self.path}:"
-                f" {getattr(error, 'strerror', None) or error}; check the path and the"
-                " format",
+                "standard input is a terminal; pipe a list of paths into the command",
                 parameter="sources",
-            ) from error
+            )
 
     def entries(self, count: Count = lambda key, values=1: None) -> Iterator[Entry]:
         """Yield the entries in order.
@@ -194,9 +179,8 @@ class Table:
             count: called for the values that are left out.
 
         Raises:
-            UsageError: the table is damaged, or standard input was read already.
-            OSError, ValueError, pyarrow.ArrowException: a Parquet file with the bytes
-                of images is damaged.
+            UsageError: a quoted text has no end, or standard input was read already.
+            OSError, ValueError, pyarrow.ArrowException: the table is damaged.
         """
         is_parquet = self.suffix == ".parquet"
         entries = self._parquet_entries(count) if is_parquet else self._texts(count)
@@ -236,12 +220,11 @@ class Table:
     def _columns(self) -> list[str]:
         """Return the names of the columns. Raise ValueError if the file names none."""
         if self.suffix in _DELIMITERS:
-            for _, row in self._text_rows():
-                # A zero byte means a damaged file or UTF-16. A "<" means the HTML page
-                # of a server.
-                if row and "\0" not in row[0] and not row[0].startswith("<"):
-                    return row
-                break
+            _, row = next(self._text_rows(), (0, None))
+            # A zero byte means a damaged file or UTF-16. A "<" means the HTML page of a
+            # server.
+            if row and "\0" not in row[0] and not row[0].startswith("<"):
+                return row
             raise ValueError("the first line does not name columns")
         rows = itertools.islice(self._rows(lambda key: None), _ENTRIES_WITH_COLUMNS)
         names: Json = {}
@@ -258,47 +241,53 @@ class Table:
         """Yield (number, values, problem) for each entry of a format without types of
         columns. The values are empty if the entry cannot be read.
         """
-        if self.suffix == ".txt":
-            with self._open() as file:
+        if self.suffix in _DELIMITERS:
+            yield from self._fields(count)
+            return
+        with self._open() as file:
+            if self.suffix == ".txt":
                 for number, line in enumerate(file, 1):
-                    name = line.removeprefix(codecs.BOM_UTF8).strip()
-                    if name:
+                    if name := line.removeprefix(codecs.BOM_UTF8).strip():
                         yield number, {_NAME: os.fsdecode(name)}, ""
-        elif self.suffix == ".json":
-            with self._open() as file:
-                content = json.loads(file.read().decode("utf-8-sig"))
-            for number, value in enumerate(_json_records(content), 1):
-                yield number, *_checked(value)
-        elif self.suffix not in _DELIMITERS:
+                return
             # A file name in the list need not be UTF-8. Bytes that are not UTF-8 become
             # surrogates.
-            with self._open() as file:
-                for number, value, problem in parse_json_lines(file, "surrogateescape"):
-                    yield number, *_checked(value, problem)
-        else:
-            rows = self._text_rows()
-            names = next(rows)[1] or []
-            if repeated := len(names) - len(set(names)):
-                count(BAD_NAME, repeated)
-            row: list[str] | None = names
-            for number, row in rows:
-                fields = row or []
-                values: Json = {}
-                for column, field in zip(names, fields, strict=False):
-                    if field:
-                        values.setdefault(column, PlainText(field))
-                problem = "" if row else "a field is too long"
-                if any(fields[len(names) :]):
-                    count(MORE_FIELDS)
-                    problem = (
-                        f"the line has {len(fields)} fields, but the header has"
-                        f" {len(names)}; put quotation marks around texts with commas,"
-                        " remove tabs from texts, or write JSON Lines"
-                    )
-                yield number, values, problem
-            # If the last row has too few fields, the end of the file may be missing.
-            if len(row or names) < len(names):
-                count(UNREADABLE)
+            records = parse_json_lines(file, "surrogateescape")
+            if self.suffix == ".json":
+                content = json.loads(file.read().decode("utf-8-sig"))
+                values = enumerate(_json_records(content), 1)
+                records = ((number, value, "") for number, value in values)
+            for number, value, problem in records:
+                if not isinstance(value, dict):
+                    value = {}
+                    problem = problem or "the entry is not a JSON object"
+                yield number, value, problem
+
+    def _fields(self, count: Count) -> Iterator[tuple[int, Json, str]]:
+        """See `_rows`, for CSV and TSV files."""
+        rows = self._text_rows()
+        names = next(rows)[1] or []
+        if repeated := len(names) - len(set(names)):
+            count(BAD_NAME, repeated)
+        row: list[str] | None = names
+        for number, row in rows:
+            fields = row or []
+            values: Json = {}
+            for column, field in zip(names, fields, strict=False):
+                if field:
+                    values.setdefault(column, PlainText(field))
+            problem = "" if row else "a field is too long"
+            if any(fields[len(names) :]):
+                count(MORE_FIELDS)
+                problem = (
+                    f"the line has {len(fields)} fields, but the header has"
+                    f" {len(names)}; put quotation marks around texts with commas,"
+                    " remove tabs from texts, or write JSON Lines"
+                )
+            yield number, values, problem
+        # If the last row has too few fields, the end of the file may be missing.
+        if len(row or names) < len(names):
+            count(UNREADABLE)
 
     def _open(self) -> BinaryIO:
         """Open the file of a format other than Parquet."""
@@ -343,59 +332,58 @@ class Table:
                     yield number, row
 
     def _select_parquet(self, parquet: Any) -> None:
-        """Select the column of images of an open Parquet file."""
-        if self._is_selected:
-            return
+        """Select the column of images of an open Parquet file. If several columns hold
+        images, it is the one with a usual name, such as "image".
+        """
         schema = parquet.schema_arrow
-        if self._images_only and self.column not in schema.names:
+        if self.images_only and self.column not in schema.names:
             self.column = None
-        images = _image_column(parquet, self.path, self.column)
-        self.has_bytes = images is not None
-        if self.has_bytes or self._images_only:
-            self.column = images
+        with_images = [
+            name
+            for name in schema.names
+            if self.column in (None, name) and _holds_images(parquet, name)
+        ]
+        preferred = [name for name in _PREFERRED if name in with_images]
+        if len(with_images) > 1 and not preferred:
+            raise UsageError(
+                f"{self.path} has several columns of images"
+                f" ({', '.join(with_images)}); name the column to index",
+                parameter="column",
+            )
+        self.has_bytes = bool(with_images)
+        if with_images or self.images_only:
+            self.column = next(iter([*preferred, *with_images]), None)
         else:
             kinds = (TEXT, BYTES)
             self._select(
                 [each.name for each in schema if column_kind(each.type) in kinds]
             )
-        self._is_selected = True
 
     def _parquet_entries(self, count: Count) -> Iterator[Entry]:
-        number = 0
-        try:
-            with open_table(os.fsencode(self.path)) as (file, parquet):
-                self.length = file.length
-                self._select_parquet(parquet)
-                if self.column is None:
-                    count(self.suffix)
-                    return
-                names = value_columns(parquet.schema_arrow, self.column, count)
-                leaves = [self.column]
-                at_once = _ROWS
-                if self.has_bytes:
-                    leaves, at_once = _leaves_to_list(parquet, self.column)
-                rows = parquet_rows(
-                    parquet, [*names, self.column], at_once, [*names, *leaves]
-                )
-                for number, fields in enumerate(rows, 1):
-                    values = dict(zip(names, fields, strict=False))
-                    image = fields[-1]
-                    if isinstance(image, dict):
-                        if image.get("path"):
-                            values.setdefault(f"{self.column}_path", image["path"])
-                        has_bytes = image.get("bytes", b"") is not None
-                        image = image.get("path")
-                    else:
-                        has_bytes = self.has_bytes and image is not None
-                    yield Entry(number, values, image, has_bytes)
-        except (OSError, pa.ArrowException) as error:
-            if self.has_bytes or self._images_only:
-                raise
-            raise UsageError(
-                f"the list {self.path} is damaged after row {number}: {error}; write"
-                " the list again",
-                parameter="sources",
-            ) from error
+        with open_table(os.fsencode(self.path)) as (file, parquet):
+            self._select_parquet(parquet)
+            if self.column is None:
+                count(self.suffix)
+                return
+            names = value_columns(parquet.schema_arrow, self.column, count)
+            leaves = [self.column]
+            at_once = _ROWS
+            if self.has_bytes:
+                leaves, at_once = _leaves_to_list(parquet, self.column)
+            rows = parquet_rows(
+                parquet, [*names, self.column], at_once, [*names, *leaves]
+            )
+            container = Container(PARQUET, file.length, self.column)
+            for number, fields in enumerate(rows, 1):
+                values = dict(zip(names, fields, strict=False))
+                image = fields[-1]
+                has_bytes = self.has_bytes and image is not None
+                if isinstance(image, dict):
+                    has_bytes = image.get("bytes", b"") is not None
+                    image = image.get("path")
+                    if image:
+                        values.setdefault(f"{self.column}_path", image)
+                yield Entry(number, values, image, container if has_bytes else None)
 
 
 def _leaves_to_list(parquet: Any, column: str) -> tuple[list[str], int]:
@@ -406,23 +394,12 @@ def _leaves_to_list(parquet: Any, column: str) -> tuple[list[str], int]:
     leaf = image_leaf(parquet.schema_arrow, column)
     paths = [parquet.schema.column(at).path for at in range(len(parquet.schema))]
     groups = map(parquet.metadata.row_group, range(parquet.metadata.num_row_groups))
-    statistics = (group.column(paths.index(leaf)).statistics for group in groups)
-    needed = [f"{column}.path"]
-    rows = _ROWS
-    if any(
-        each is None or not each.has_null_count or each.null_count
-        for each in statistics
-    ):
-        needed.append(str(leaf))
-        rows = _ROWS_WITH_IMAGES
-    return [path for path in paths if path in needed], rows
-
-
-def _checked(value: Any, problem: str = "") -> tuple[Json, str]:
-    """Return (values, problem) of a JSON value that should be an object."""
-    if isinstance(value, dict):
-        return value, problem
-    return {}, problem or "the entry is not a JSON object"
+    statistics = [group.column(paths.index(leaf)).statistics for group in groups]
+    has_counts = all(each is not None and each.has_null_count for each in statistics)
+    if has_counts and not any(each.null_count for each in statistics):
+        return [path for path in paths if path == f"{column}.path"], _ROWS
+    needed = (leaf, f"{column}.path")
+    return [path for path in paths if path in needed], _ROWS_WITH_IMAGES
 
 
 def _identity(entry: Entry) -> object:
@@ -430,7 +407,7 @@ def _identity(entry: Entry) -> object:
     split.
     """
     has_captions = bool(captions_of(entry.values))
-    if entry.image is None or entry.has_bytes or entry.problem or not has_captions:
+    if entry.image is None or entry.container or entry.problem or not has_captions:
         return entry.number
     return entry.image, entry.values.get(SPLIT)
 
@@ -440,12 +417,15 @@ def add_captions(values: Json, others: Json) -> None:
     image. Nothing is added to captions that are not texts.
     """
     texts = captions_of(values)
-    more = [text for text in captions_of(others) if isinstance(text, str)]
-    joined = list(dict.fromkeys([*map(str, texts), *more]))
-    if joined[: len(texts)] == texts and len(joined) > len(texts):
+    more = [
+        text
+        for text in captions_of(others)
+        if isinstance(text, str) and text not in texts
+    ]
+    if more and all(isinstance(text, str) for text in texts):
         captioned = values if texts else others
         column = next(name for name in CAPTION_COLUMNS if captioned.get(name))
-        values[column] = joined
+        values[column] = [*texts, *more]
 
 
 def _comma_rows(
@@ -552,7 +532,9 @@ def open_table(path: bytes) -> Iterator[tuple[RangedFile, Any]]:
     Raise ValueError if the file declares more rows than its bytes can hold.
     """
     with open_ranged(path) as file:
-        parquet = open_parquet(file, buffer_size=1 << 20)
+        # Threads of pyarrow can continue after a read, and then abort the interpreter
+        # at exit, so no read of sources starts one.
+        parquet = pq.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
         if parquet.metadata.num_rows > file.length:
             raise ValueError(
                 f"the file declares {parquet.metadata.num_rows} rows, but has only"
@@ -561,38 +543,15 @@ def open_table(path: bytes) -> Iterator[tuple[RangedFile, Any]]:
         yield file, parquet
 
 
-def _image_column(parquet: Any, path: str, column: str | None) -> str | None:
-    """Return the column of an open Parquet file that holds the bytes of images; None if
-    there is none.
+def _holds_images(parquet: Any, name: str) -> bool:
+    """Return True if a column of an open Parquet file holds the bytes of images.
 
     A column holds images if Hugging Face Datasets recorded the type Image for it.
     Without a recorded type, a binary column holds images if one of its first 100 values
     that are not empty begins like an image file. The same rule holds for the binary
     field `bytes` of a struct column. A struct column whose `bytes` are all empty also
     counts as a column of images, because its field `path` can name image files.
-
-    If `column` is given, only this column is examined. If several columns hold images,
-    the column with a usual name, such as "image", is returned.
-
-    Raises:
-        UsageError: several columns hold images, and none of them has a usual name.
     """
-    with_images = [
-        name
-        for name in parquet.schema_arrow.names
-        if column in (None, name) and _holds_images(parquet, name)
-    ]
-    preferred = [name for name in _PREFERRED if name in with_images]
-    if len(with_images) > 1 and not preferred:
-        raise UsageError(
-            f"{path} has several columns of images ({', '.join(with_images)}); name the"
-            " column to index",
-            parameter="column",
-        )
-    return next(iter([*preferred, *with_images]), None)
-
-
-def _holds_images(parquet: Any, name: str) -> bool:
     leaf = image_leaf(parquet.schema_arrow, name)
     if leaf is None:
         return False
@@ -600,7 +559,7 @@ def _holds_images(parquet: Any, name: str) -> bool:
     if kind is not None:
         return bool(kind == "Image")
     others = 0
-    for batch in iter_batches(parquet, 1, [leaf]):
+    for batch in parquet.iter_batches(1, columns=[leaf], use_threads=False):
         value = batch.column(0)[0].as_py()
         data = value["bytes"] if isinstance(value, dict) else value
         # Several values are examined, because the first may be damaged, for example the
@@ -688,7 +647,8 @@ def parquet_rows(
             completely.
     """
     features = _features_of(file.schema_arrow)
-    for batch in iter_batches(file, rows, names if leaves is None else leaves):
+    columns = names if leaves is None else leaves
+    for batch in file.iter_batches(rows, columns=columns, use_threads=False):
         values: list[list[Any]] = []
         for name in names:
             positions = batch.schema.get_all_field_indices(name)

@@ -226,7 +226,7 @@ def _member_offsets(
     """
     offsets: dict[tuple[str, int], int] = {}
     with open_ranged(path, only_headers=True) as file:
-        archive = ARCHIVES[kind][0](file)
+        archive = ARCHIVES[kind](file)
         if archive.is_compressed:
             detail = (
                 "the photo is in a compressed archive; unpack the archive to see it"

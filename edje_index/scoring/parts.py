@@ -239,23 +239,10 @@ def word_bags(
         word_ids: token ids of the w words, ascending [w].
         weights: weight of each word [w].
     """
-    shape = (len(captions), len(word_ids))
-    bags = torch.zeros(shape, dtype=torch.float32, device=word_ids.device)
-    if not len(word_ids):
-        return bags
-    rows = torch.tensor(
-        [row for row, caption in enumerate(captions) for _ in caption],
-        dtype=torch.int64,
-    )
-    ids = torch.tensor(
-        [token_id for caption in captions for token_id in caption], dtype=torch.int64
-    )
-    rows = rows.to(word_ids.device)
-    ids = ids.to(word_ids.device)
-    # `searchsorted` also returns a position for a token id that is not in `word_ids`.
-    positions = torch.searchsorted(word_ids, ids).clamp(max=len(word_ids) - 1)
-    counted = word_ids[positions] == ids
-    bags[rows[counted], positions[counted]] = weights[positions[counted]]
+    contained = [
+        torch.isin(word_ids, torch.tensor(caption).to(word_ids)) for caption in captions
+    ]
+    bags = torch.stack(contained) * weights
     return functional.normalize(bags, dim=1)
 
 

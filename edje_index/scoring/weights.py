@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -86,13 +85,14 @@ class ScoreWeights:
                 )
 
     def by_part(self) -> dict[str, float]:
-        """Return the weight of each part by name."""
-        return {part: getattr(self, part) for part in PART_NAMES}
+        """Return the weights of the parts in the sum, which are not 0, by name."""
+        weights = {part: getattr(self, part) for part in PART_NAMES}
+        return {part: weight for part, weight in weights.items() if weight}
 
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of the parts in the sum: those whose weight is not 0."""
-        return tuple(part for part, weight in self.by_part().items() if weight)
+        return tuple(self.by_part())
 
     def only(self, parts: Iterable[str]) -> ScoreWeights:
         """Return the weights of the named parts alone; the others get the weight 0."""
@@ -109,11 +109,12 @@ class ScoreWeights:
             ValueError: all weights are 0. `may_be_first` also raises this error if the
                 logit is the only part.
         """
-        if not self.parts:
+        weights = self.by_part()
+        if not weights:
             raise ValueError(
                 "a final score needs at least one part with a weight other than 0"
             )
-        return sum(getattr(self, part) * values[part] for part in self.parts)
+        return sum(weight * values[part] for part, weight in weights.items())
 
     def may_be_first(
         self, values: Mapping[str, Floats], k: int, logit_range: tuple[float, float]
@@ -174,7 +175,7 @@ class ScoreWeights:
 
     def to_json(self) -> dict[str, Any]:
         """Return the weights as a dictionary of JSON values."""
-        content: dict[str, Any] = self.by_part()
+        content: dict[str, Any] = {part: getattr(self, part) for part in PART_NAMES}
         if self.calibration is not None:
             slope, offset = self.calibration
             content["calibration"] = {"slope": slope, "offset": offset}
@@ -201,7 +202,6 @@ class ScoreWeights:
                 if weight == 1 and part == LOGIT
                 else f"{weight:g} x {PART_NAMES[part]}"
                 for part, weight in self.by_part().items()
-                if weight
             ]
         return " + ".join(terms) or "0"
 
@@ -270,14 +270,12 @@ def parse_score(
             )
         try:
             weights[part] = float(number) if equals else 1.0
-        except ValueError:
-            weights[part] = math.nan
-        if not abs(weights[part]) <= MAX_WEIGHT:
+            ScoreWeights.of_parts(weights)
+        except ValueError as error:
             raise UsageError(
-                f"the weight of '{part}' must be a number from -1e30 to 1e30, got"
-                f" '{number}'",
+                f"{item.strip()!r} needs a weight from -1e30 to 1e30: {error}",
                 parameter="score",
-            )
+            ) from error
     if not any(weights.values()):
         raise UsageError(
             f"the score '{score}' gives every part the weight 0: give one part another"
@@ -292,11 +290,7 @@ def check_parts(weights: ScoreWeights, available: Collection[str], what: str) ->
 
     `what` is the subject of the error message, for example "the bundle".
     """
-    missing = [
-        PART_NAMES[part]
-        for part, weight in weights.by_part().items()
-        if weight and part not in available
-    ]
+    missing = [PART_NAMES[part] for part in weights.parts if part not in available]
     if missing:
         raise ModelError(
             f"{what} has no {' and no '.join(missing)}: use only the parts"

@@ -275,8 +275,7 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
             )
         return int(digits)
 
-    def fraction(self, digits: Token) -> float:
-        return float(digits)
+    fraction = float
 
     def true(self) -> bool:
         return True

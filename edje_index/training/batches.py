@@ -24,6 +24,7 @@ from edje_index.models.joint_inputs import (
     JointInputs,
     JointTokenizer,
 )
+from edje_index.scoring.parts import content_token_mask
 from edje_index.training.config import TrainSettings
 from edje_index.training.dataset import TrainingData
 from edje_index.training.workers import ALONE, WorkerGroup
@@ -34,16 +35,6 @@ TokenIds = list[int]
 # Purposes of random numbers, see `stream`.
 ORDER, MASKING, DROPOUT, CLUSTERING = range(4)
 POOLING = 6
-# Number of buckets of input rows, see `InputRows`. With more buckets, rows have less
-# padding, but matrix products are smaller and less efficient.
-_BUCKETS = 4
-# The joint encoder computes each bucket in a separate pass. On a GPU, many passes are
-# slow, because the GPU waits while the CPU starts each operation: a step with 20 passes
-# took 0.9 s, a step with 2 passes 0.31 s, and a step with 1 pass 0.25 s.
-_BUCKETS_ON_GPU = 1
-# Smallest number of input rows per bucket. If there are too few rows for this number,
-# fewer buckets are made.
-_BUCKET_ROWS = 24
 
 
 def stream(seed: int, purpose: int, *position: int) -> np.random.Generator:
@@ -103,43 +94,19 @@ def mask_captions(
     replaced. As in the published code, ``[UNK]`` is a special token.
     """
     flat = np.concatenate(captions).astype(np.int64)
-    special = [
-        *map(tokenizer.special_id, SPECIAL_TOKEN_NAMES),
-        tokenizer.image_token_id,
-    ]
+    special = [*map(tokenizer.special_id, SPECIAL_TOKEN_NAMES)]
     is_masked = (rng.random(len(flat)) < probability) & ~np.isin(flat, special)
     masked = np.where(is_masked, tokenizer.special_id("mask_token"), flat)
     ends = np.cumsum([len(caption) for caption in captions])[:-1]
     return [part.tolist() for part in np.split(masked, ends)]
 
 
-def masked_targets(
-    captions: Sequence[TokenIds],
-    masked: Sequence[TokenIds],
-    starts: Ints,
-) -> tuple[Tensor, Tensor]:
-    """Return the positions of the masked tokens in the concatenated input rows, and the
-    original token ids, int64 [number of masked tokens] each.
-
-    Args:
-        captions, masked: the captions before and after masking.
-        starts: position of the ``[CLS]`` token of each caption's input row, see
-            `InputRows.starts`.
-    """
-    flat = np.concatenate(captions).astype(np.int64)
-    is_masked = flat != np.concatenate(masked)
-    positions = np.concatenate(
-        [start + 1 + np.arange(len(c)) for start, c in zip(starts, masked, strict=True)]
-    )
-    return torch.from_numpy(positions[is_masked]), torch.from_numpy(flat[is_masked])
-
-
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return `value`, a batch or a part of a batch, with all tensors on the CUDA device
-    `device`.
-    """
+    """Return `value`, a batch or a part of a batch, with all tensors on `device`."""
     if isinstance(value, Tensor):
-        return value.pin_memory().to(device, non_blocking=True)
+        # A copy from pinned memory to a GPU does not wait for earlier steps.
+        pinned = value.pin_memory() if device.type == "cuda" else value
+        return pinned.to(device, non_blocking=True)
     if is_dataclass(value) and not isinstance(value, type):
         return replace(
             value,
@@ -153,92 +120,36 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 @dataclass(frozen=True)
-class InputRows:
-    """r input rows of the joint encoder, in buckets of rows with similar lengths.
-
-    Each row is padded to the length of the longest row in its bucket.
-
-    Attributes:
-        buckets: for each bucket, the input rows, and the index of the image of each
-            row, int64. This is an index into the images of the positive pairs of all
-            workers, in rank order. If the rows of a bucket have no image tokens, its
-            tensor of indices is empty.
-        starts: for each row, in the order of the captions passed to `of`, the position
-            of its ``[CLS]`` in the concatenated rows of all buckets, int64 [r].
-    """
-
-    buckets: tuple[tuple[JointInputs, Tensor], ...]
-    starts: Tensor
-
-    @classmethod
-    def of(
-        cls,
-        texts: Sequence[TokenIds],
-        images: Ints,
-        tokenizer: JointTokenizer,
-        image_tokens: int,
-        buckets: int,
-        plain: Sequence[TokenIds] = (),
-    ) -> InputRows:
-        """Make the input rows of captions.
-
-        Args:
-            texts: token ids of the captions whose rows contain image tokens. These rows
-                are divided into at most `buckets` buckets.
-            images: index of the image of each caption in `texts`, int64.
-            image_tokens: number of image tokens per row.
-            plain: token ids of the captions whose rows contain no image tokens. These
-                rows are the last ones, and have a bucket of their own.
-        """
-        order = np.argsort([len(text) for text in texts], kind="stable")
-        parts = np.array_split(order, max(1, min(buckets, len(order) // _BUCKET_ROWS)))
-        every = [*texts, *plain]
-        if plain:
-            parts.append(np.arange(len(texts), len(every)))
-        rows_of_buckets = []
-        starts = np.empty(len(every), dtype=np.int64)
-        end = 0
-        for part in parts:
-            images_of_part = images[part[part < len(texts)]]
-            inputs = tokenizer.inputs_of_ids(
-                [every[row] for row in part],
-                image_tokens if len(images_of_part) else None,
-            )
-            rows_of_buckets.append((inputs, torch.from_numpy(images_of_part)))
-            width = inputs.input_ids.shape[1]
-            starts[part] = end + np.arange(len(part)) * width
-            end += len(part) * width
-        return cls(tuple(rows_of_buckets), torch.from_numpy(starts))
-
-
-@dataclass(frozen=True)
 class PairChunk:
     """A part of a joint-phase batch: b positive pairs, with k negative images and k
     negative texts for each pair.
 
+    An index of an image counts the images of the positive pairs of all workers, in rank
+    order.
+
     Attributes:
         pairs: number of positive pairs, b.
-        negative_images: index of each negative image, like the indices of `InputRows`,
-            int64 [b, k].
-        rows: input rows of the joint encoder. Their order in ``rows.starts`` is:
-            positive pairs, pairs with negative images, pairs with negative texts,
-            positive pairs with masked captions (only with masked language modelling),
-            and captions without images (only with text-embedding recovery).
-        masked: positions of the masked tokens in the concatenated rows of all buckets,
-            and original token ids of these tokens; None without masked language
-            modelling.
-        embeddings: embeddings of the captions of the positive pairs [b, e]; None
-            without text-embedding recovery.
-        teacher: input rows of the teacher for all positive and negative pairs; None
-            without a teacher.
+        negative_images: index of each negative image, int64 [b, k].
+        rows: r input rows of the joint encoder: positive pairs, pairs with negative
+            images, pairs with negative texts, and positive pairs with masked captions
+            (only with masked language modelling).
+        images: index of the image of each row, int64 [r].
+        masked: for each masked token, the index of its pair and its position in the
+            row; None without masked language modelling.
+        recovery: input rows of the captions of the positive pairs without images, and
+            the embeddings of these captions [b, e]; None without text-embedding
+            recovery.
+        teacher: input rows of the teacher for all positive and negative pairs, in the
+            order of `rows`; None without a teacher.
     """
 
     pairs: int
     negative_images: Tensor
-    rows: InputRows
-    masked: tuple[Tensor, Tensor] | None
-    embeddings: Tensor | None
-    teacher: InputRows | None
+    rows: JointInputs
+    images: Tensor
+    masked: tuple[Tensor, ...] | None
+    recovery: tuple[JointInputs, Tensor] | None
+    teacher: JointInputs | None
 
 
 @dataclass(frozen=True)
@@ -287,7 +198,6 @@ class BatchSource:
         data: the training images, their features and their captions.
         image_tokens: number of image tokens per input row of the joint encoder.
         group: rank of this worker, and number of workers.
-        on_gpu: whether a GPU computes the steps.
         teacher_tokens: number of tokens per image that the teacher reads; 0 without a
             teacher.
     """
@@ -297,7 +207,6 @@ class BatchSource:
     image_tokens: int
     config: TrainSettings
     group: WorkerGroup = ALONE
-    on_gpu: bool = False
     teacher_tokens: int = 0
 
     def _drawn(self, number: int, count: int, size: int) -> tuple[Ints, int]:
@@ -346,17 +255,13 @@ class BatchSource:
         if self.data.teacher is not None:
             teacher_tokens = self.data.teacher.blocks(images[own])
 
-        buckets = _BUCKETS_ON_GPU if self.on_gpu else _BUCKETS
-
         def chunk(members: Ints) -> PairChunk:
             """Return the chunk of the pairs `members`. A member is an index into the
             pairs of this worker, int64.
             """
             pairs = own[members]
             # The order of the rows is that of `PairChunk.rows`.
-            row_images = np.concatenate(
-                [pairs, other_images[members].ravel(), np.repeat(pairs, count)]
-            )
+            row_images = [pairs, other_images[members].ravel(), np.repeat(pairs, count)]
             row_texts = [
                 texts[pair]
                 for pair in (
@@ -367,43 +272,39 @@ class BatchSource:
             ]
             teacher = None
             if self.teacher_tokens:
-                teacher = InputRows.of(
-                    row_texts, row_images, tokenizer, self.teacher_tokens, buckets
-                )
-            plain = []
-            embeddings = None
+                teacher = tokenizer.inputs_of_ids(row_texts, self.teacher_tokens)
+            if masked_texts:
+                row_texts += [masked_texts[member] for member in members]
+                row_images.append(pairs)
+            rows = tokenizer.inputs_of_ids(row_texts, self.image_tokens)
+            masked = None
+            if masked_texts:
+                ids = rows.input_ids
+                is_masked = ids[-len(pairs) :] != ids[: len(pairs)]
+                masked = is_masked.nonzero(as_tuple=True)
+            recovery = None
             if objective.recovery_weight:
                 plain = [whole[pair] for pair in pairs]
-                embeddings = torch.from_numpy(
-                    self.data.records["embedding"][captions[pairs]]
+                embeddings = self.data.records["embedding"][captions[pairs]]
+                recovery = (
+                    tokenizer.inputs_of_ids(plain, None),
+                    torch.from_numpy(embeddings),
                 )
-            masked_of_chunk = (
-                [masked_texts[member] for member in members] if masked_texts else []
-            )
-            rows = InputRows.of(
-                row_texts + masked_of_chunk,
-                np.concatenate([row_images, pairs[: len(masked_of_chunk)]]),
-                tokenizer,
-                self.image_tokens,
-                buckets,
-                plain,
-            )
-            masked = None
-            if masked_of_chunk:
-                starts = rows.starts.numpy()[len(row_texts) :][: len(masked_of_chunk)]
-                masked = masked_targets(
-                    [own_texts[member] for member in members], masked_of_chunk, starts
-                )
-            negative_images = torch.from_numpy(other_images[members])
             return PairChunk(
-                len(pairs), negative_images, rows, masked, embeddings, teacher
+                pairs=len(pairs),
+                negative_images=torch.from_numpy(other_images[members]),
+                rows=rows,
+                images=torch.from_numpy(np.concatenate(row_images)),
+                masked=masked,
+                recovery=recovery,
+                teacher=teacher,
             )
 
         # Pairs with captions of similar length share a chunk, so that its rows have
         # little padding.
         order = np.argsort([len(text) for text in own_texts], kind="stable")
-        chunk_pairs = self.config.run.chunk_pairs or (128 if self.on_gpu else 64)
-        chunks = np.array_split(order, math.ceil(len(order) / chunk_pairs))
+        count_of_chunks = math.ceil(len(order) / self.config.run.chunk_pairs)
+        chunks = np.array_split(order, count_of_chunks)
         return JointBatch(
             self.data.blocks(images[own]),
             tuple(map(chunk, chunks)),
@@ -434,15 +335,12 @@ class BatchSource:
         of_captions = hard_negatives(texts[own] @ pictures.T, masked, count)
         return of_captions, hard_negatives(pictures[own] @ texts.T, masked, count)
 
-    def alignment(self, counted: Bools, number: int) -> AlignmentBatch:
+    def alignment(self, number: int) -> AlignmentBatch:
         """Return this worker's part of an alignment-phase batch, which has distinct
         images, and the same number of captions of each image. If an image has fewer
         captions, some of them are repeated.
-
-        Args:
-            counted: True for the token ids of words that the alignment uses, bool [v].
-                See `scoring.parts.content_token_mask`.
         """
+        counted = content_token_mask(self.tokenizer)
         data = self.data
         settings = self.config.alignment
         size = min(settings.batch_size, data.images)

@@ -215,7 +215,7 @@ class TrainingInputs(Settings):
     recorded in the index.
     """
     language: SettingPath | None = None
-    """Initial language model: directory of a Hugging Face BERT model, or a bundle."""
+    """Initial language model: directory of a Hugging Face BERT model."""
     init: SettingPath | None = None
     """Bundle with the initial joint encoder. The adapter of this bundle is used too if
     its kind and sizes equal those of the settings.
@@ -256,10 +256,10 @@ class RunSettings(Settings):
     """CPU threads per worker. None uses PyTorch's default for one worker, and one
     thread for several workers.
     """
-    chunk_pairs: PositiveInt | None = None
+    chunk_pairs: PositiveInt = 64
     """Largest number of pairs in a forward and backward pass of the joint encoder. A
     worker divides its pairs of a step into several passes. Fewer pairs per pass need
-    less memory. None is 128 on a GPU, and 64 elsewhere.
+    less memory.
     """
     checkpoint_every: PositiveInt = 200
     """Number of steps between checkpoints."""
@@ -267,9 +267,9 @@ class RunSettings(Settings):
     """Number of steps between log lines. The first and the last step of a phase have a
     line too.
     """
-    evaluate_every: NonNegativeInt | None = None
+    evaluate_every: PositiveInt | None = None
     """Number of steps between evaluations on the dev captions. None: evaluate after
-    every epoch. 0: never evaluate.
+    every epoch.
     """
 
     @property
@@ -299,11 +299,8 @@ class TrainSettings(Settings):
         count = self.negatives.count
         # Each key describes a contradiction in one line.
         problems = {
-            f"loop.steps is {loop.steps} and loop.epochs is {loop.epochs or 0:g};"
-            " set one of them": loop.steps and loop.epochs,
-            "the number of steps is missing; set loop.steps or loop.epochs": (
-                not (loop.steps or loop.epochs)
-            ),
+            f"loop.steps is {loop.steps} and loop.epochs is {loop.epochs}; set one of"
+            " loop.steps and loop.epochs": bool(loop.steps) == bool(loop.epochs),
             f"loop.batch_size is {loop.batch_size} and negatives.count is {count};"
             " loop.batch_size must be larger": loop.batch_size <= count,
             f"loop.batch_size is {loop.batch_size} and run.workers is {workers};"
@@ -368,14 +365,14 @@ def merge_settings(preset: str, *sources: Mapping[str, Mapping[str, Any]]) -> Va
     """Merge the settings of `preset` and of `sources`, each ``{group: {key: value}}``.
     Later values win.
 
-    If a source sets only one of ``loop.steps`` and ``loop.epochs``, the value that an
-    earlier source gave to the other setting is dropped.
+    If a source sets ``loop.steps`` or ``loop.epochs``, the values that earlier sources
+    gave to both are dropped.
     """
     if preset not in PRESETS:
         raise UsageError(
             f"unknown preset {preset!r}; choose one of {', '.join(PRESETS)}"
         )
-    merged: Values = {"inputs": {}, "run": {}}
+    merged: Values = {"inputs": {}, "run": {}, "loop": {}}
     for source in (PRESETS[preset], *sources):
         for group, values in source.items():
             if not isinstance(values, Mapping):
@@ -383,10 +380,9 @@ def merge_settings(preset: str, *sources: Mapping[str, Mapping[str, Any]]) -> Va
                     f"{group} must be a mapping of settings, got {shown(values)}",
                     parameter=group,
                 )
+            if group == "loop" and {"steps", "epochs"} & values.keys():
+                merged["loop"] |= {"steps": None, "epochs": None}
             merged.setdefault(group, {}).update(values)
-        for length, other in (("steps", "epochs"), ("epochs", "steps")):
-            if length in source.get("loop", {}) and other not in source["loop"]:
-                merged["loop"].pop(other, None)
     return merged
 
 

@@ -32,7 +32,6 @@ from edje_index.bundles.info import (
     JOINT_FOLDER,
     matching_bundle,
     read_bundle_info,
-    verify_files,
 )
 from edje_index.captions.reading import PARTS_OF_SPLIT, is_blank
 from edje_index.inputs.tables import IMAGE_ID, SPLIT
@@ -44,7 +43,7 @@ from edje_index.models.joint_inputs import (
 )
 from edje_index.training.workers import WorkerGroup
 from storage_formats.arrays import Array, Floats, Ints
-from storage_formats.atomic import fsync_paths, replacing
+from storage_formats.atomic import fsync_path, replacing
 from storage_formats.codecs import finest
 from storage_formats.errors import CorruptIndexError, TaskInterrupted, UsageError
 from storage_formats.format.manifest import CommittedIndex
@@ -58,16 +57,14 @@ from storage_formats.format.source_columns import caption_columns, captions_of
 from storage_formats.reading.embeddings import IndexedEmbeddings
 from storage_formats.token_store import TokenStore
 
-SHARD_CAPTIONS = 256, 1 << 14
-"""Smallest and largest number of captions per shard. The number of captions in a shard
-changes the embeddings by rounding errors, so it does not depend on the number of
-workers.
+SHARD_IMAGES = 64
+"""Smallest number of images per shard of captions. The size of a shard changes the
+embeddings by rounding errors, so it does not depend on the number of workers.
 """
+# largest number of shards
+_SHARDS = 512
 # number of images per forward pass of an adapter
 _ADAPTER_BATCH = 32
-# Number of shards, unless `SHARD_CAPTIONS` requires fewer or more. A small dev set is
-# also divided into several shards, so that several workers prepare its captions.
-_SHARDS = 32
 
 
 @dataclass(frozen=True)
@@ -304,10 +301,10 @@ def prepare_captions(
         bundle: bundle with the tokenizer of the joint encoder and the text tower.
         device: device of the text towers.
         group: rank of this worker, and number of workers.
-        should_stop: called between batches. If the result is True, this worker prepares
-            no further captions.
-        on_shard: called with the number of finished shards and the number of shards,
-            until all are finished.
+        should_stop: called before each shard. If the result is True, this worker
+            prepares no further shards.
+        on_shard: called with the number of finished shards and the number of shards
+            after each shard.
 
     Raises:
         TaskInterrupted: `should_stop` stopped a worker. Finished shards are kept.
@@ -319,18 +316,14 @@ def prepare_captions(
     parts = path.with_suffix(".parts")
     parts.mkdir(exist_ok=True)
     # Shard s has the captions of the images ``bounds[s]:bounds[s + 1]``.
-    count = int(data.caption_starts[-1])
-    lowest, highest = SHARD_CAPTIONS
-    size = min(max(lowest, math.ceil(count / _SHARDS)), highest)
-    firsts = np.searchsorted(data.caption_starts[:-1], np.arange(0, count, size))
-    bounds = np.unique([*firsts, data.images]).tolist()
+    size = max(SHARD_IMAGES, math.ceil(data.images / _SHARDS))
+    bounds = [*range(0, data.images, size), data.images]
     shards = [parts / f"{first:012d}.npy" for first in bounds[:-1]]
     missing = [number for number, shard in enumerate(shards) if not shard.exists()]
     # All workers must list the missing shards before a worker finishes another shard.
     # Otherwise, the workers would divide different lists.
     group.any(False)
     missing = missing[group.rank :: group.size]
-    stopped = False
     if missing:
         models = {"embedding": read_bundle_info(bundle)}
         canonical = models["embedding"].canonical_captions
@@ -338,46 +331,36 @@ def prepare_captions(
             models["mining"] = matching_bundle(data.miner.index)
         towers = {}
         for name, info in models.items():
-            verify_files(info)
             towers[name] = load_text_tower(info, device)
             # As in the published code, the text tower of the mining model reads
             # captions in the same form as the tower of `bundle`.
             towers[name].canonical = canonical
         tokenizer = load_joint_tokenizer(bundle / JOINT_FOLDER, canonical=canonical)
-
-        def check(_activity: str, _done: int, _total: int) -> None:
-            if should_stop():
-                raise TaskInterrupted
-
-        try:
-            for number in missing:
-                groups = data.captions(bounds[number], bounds[number + 1])
-                captions = [caption for group in groups for caption in group]
-                token_ids = tokenizer.caption_ids(captions, MAX_TEXT_TOKENS - 2)
-                tokens = np.zeros((len(captions), MAX_TEXT_TOKENS - 2), np.int32)
-                for padded, ids in zip(tokens, token_ids, strict=True):
-                    padded[: len(ids)] = ids
-                columns: dict[str, Array] = {
-                    "key": np.array([*map(_key, captions)]),
-                    "length": np.array([len(ids) for ids in token_ids], np.int32),
-                    "tokens": tokens,
-                }
-                for name, tower in towers.items():
-                    columns[name] = tower.encode(captions, on_progress=check)
-                fields = [
-                    (name, values.dtype, values.shape[1:])
-                    for name, values in columns.items()
-                ]
-                records = np.empty(len(captions), fields)
-                for name, values in columns.items():
-                    records[name] = values
-                with replacing(shards[number]) as file:
-                    np.save(file, records)
-                finished = sum(shard.exists() for shard in shards)
-                if finished < len(shards):
-                    on_shard(finished, len(shards))
-        except TaskInterrupted:
-            stopped = True
+    stopped = False
+    for number in missing:
+        stopped = should_stop()
+        if stopped:
+            break
+        groups = data.captions(bounds[number], bounds[number + 1])
+        captions = [caption for group in groups for caption in group]
+        token_ids = tokenizer.caption_ids(captions, MAX_TEXT_TOKENS - 2)
+        tokens = np.zeros((len(captions), MAX_TEXT_TOKENS - 2), np.int32)
+        for padded, ids in zip(tokens, token_ids, strict=True):
+            padded[: len(ids)] = ids
+        columns: dict[str, Array] = {
+            "key": np.array([*map(_key, captions)]),
+            "length": np.array([len(ids) for ids in token_ids], np.int32),
+            "tokens": tokens,
+        }
+        for name, tower in towers.items():
+            columns[name] = tower.encode(captions)
+        fields = [
+            (name, values.dtype, values.shape[1:]) for name, values in columns.items()
+        ]
+        records = np.rec.fromarrays([*columns.values()], dtype=fields)
+        with replacing(shards[number]) as file:
+            np.save(file, records)
+        on_shard(sum(shard.exists() for shard in shards), len(shards))
     if group.any(stopped):
         raise TaskInterrupted(
             "the training run stopped while preparing captions; finished shards are"
@@ -396,13 +379,16 @@ def prepare_captions(
                 ) from error
         unfinished = parts / path.name
         joined = np.lib.format.open_memmap(
-            unfinished, "w+", finished_shards[0].dtype, (count,)
+            unfinished,
+            "w+",
+            finished_shards[0].dtype,
+            (int(data.caption_starts[-1]),),
         )
         np.concatenate(finished_shards, out=joined)
         joined.flush()
-        fsync_paths([unfinished])
+        fsync_path(unfinished)
         unfinished.rename(path)
-        fsync_paths([path.parent])
+        fsync_path(path.parent)
         shutil.rmtree(parts, ignore_errors=True)
     # The other workers wait here until worker 0 has written the file.
     group.any(False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,27 +24,22 @@ from edje_index.progress import OnProgress
 from edje_index.scoring.weights import (
     JOINT_PARTS,
     LOGIT,
+    PART_NAMES,
     ScoreWeights,
 )
 from edje_index.training.config import FittingConfig
 from edje_index.training.dataset import TrainingData
 from edje_index.training.start import trained_part
-from storage_formats.arrays import Bools, Ints
-from storage_formats.reading.embeddings import read_embeddings
+from storage_formats.arrays import Bools
 
 Scores = NDArray[np.floating[Any]]
 
 # Weight of the penalty on the squares of the fitted numbers. Before a fit, the values
 # that these numbers multiply are scaled to standard deviation 1.
 _REGULARISATION = 0.01
-# Smallest factor of a part during the fit. It is not 0, because `ScoreWeights.sum`
-# leaves out parts with the weight 0, and raises an error if no part is left.
-_LEAST_FACTOR = 1e-9
 # The weights are the factors of the parts divided by the factor of the logit, but at
 # least by this fraction of the largest factor.
 _LEAST_LOGIT = 1e-3
-# number of folds of the cross-validation
-_FOLDS = 5
 
 
 @dataclass(frozen=True)
@@ -54,24 +49,10 @@ class DevPools:
     Attributes:
         parts: value of each part of the final score, float32 [q, p] by name.
         right: True for candidates that are relevant to the query, bool [q, p].
-        images: number of the image of each query, int64 [q]. Cross-validation puts all
-            queries of an image into the same fold.
     """
 
     parts: Mapping[str, Scores]
     right: Bools
-    images: Ints
-
-    def select(self, queries: Bools) -> Self:
-        """Return only the pools of the queries selected by the mask `queries`, bool
-        [q].
-        """
-        return replace(
-            self,
-            parts={part: values[queries] for part, values in self.parts.items()},
-            right=self.right[queries],
-            images=self.images[queries],
-        )
 
     def hits(self, weights: ScoreWeights) -> Bools:
         """Return which queries have a relevant candidate at rank 0, bool [q].
@@ -105,7 +86,7 @@ def dev_pools(
     """
     queries = split_set(dev.captions(0, dev.images), np.arange(dev.images))
     queries = queries.subsampled(config.dev_captions, seed=0)
-    images = read_embeddings(dev.index, dev.rows)
+    images = dev.embeddings(np.arange(dev.images))
     nearest = queries.pools(images, dev.records["embedding"], config.dev_pool)
     # Most images are in several pools. The features of each image are read once.
     images_of_pools = [queries.pairs(*item)[1].ravel() for item in nearest.items()]
@@ -123,11 +104,7 @@ def dev_pools(
         "pairs of dev captions and images scored",
     )
     return {
-        direction: DevPools(
-            parts=parts[direction],
-            right=pools.relevant,
-            images=pools.query_labels,
-        )
+        direction: DevPools(parts[direction], pools.relevant)
         for direction, pools in nearest.items()
     }
 
@@ -140,8 +117,6 @@ class WeightChoice:
 
     Attributes:
         recall: R@1 with `weights`, on the queries that were used for the fit.
-        held_out_recall: R@1 by 5-fold cross-validation over images; None if all queries
-            have the same image.
         logit_recall: R@1 with the logit alone.
         embedding_recall: R@1 with the embedding similarity alone.
         queries: number of queries.
@@ -151,7 +126,6 @@ class WeightChoice:
 
     weights: ScoreWeights
     recall: float
-    held_out_recall: float | None
     logit_recall: float
     embedding_recall: float
     queries: int
@@ -167,33 +141,17 @@ def choose_weights(pools: DevPools) -> WeightChoice:
         calibration=fit_calibration(weights.sum(pools.parts), pools.right),
         shares=part_shares(pools, weights),
     )
-    held_out_recall = None
-    if len(np.unique(pools.images)) > 1:
-        held_out_recall = float(_held_out_hits(pools).mean())
     by_embedding = ScoreWeights(logit=0.0, embedding=1.0)
     logits = pools.parts[LOGIT]
     return WeightChoice(
         weights=weights,
         recall=float(pools.hits(weights).mean()),
-        held_out_recall=held_out_recall,
         logit_recall=float(pools.hits(ScoreWeights()).mean()),
         embedding_recall=float(pools.hits(by_embedding).mean()),
         queries=len(pools.right),
         pool=pools.right.shape[1],
         logit_range=(float(logits.min()), float(logits.max())),
     )
-
-
-def _held_out_hits(pools: DevPools) -> Bools:
-    """Return which queries have a relevant candidate at rank 0, bool [q]. The weights
-    that score a query are fitted to the queries of other images.
-    """
-    folds = np.unique(pools.images, return_inverse=True)[1] % _FOLDS
-    hits = np.zeros(len(folds), dtype=np.bool_)
-    for fold in np.unique(folds):
-        weights = fit_weights(pools.select(folds != fold))
-        hits[folds == fold] = pools.select(folds == fold).hits(weights)
-    return hits
 
 
 def fit_weights(pools: DevPools) -> ScoreWeights:
@@ -203,42 +161,32 @@ def fit_weights(pools: DevPools) -> ScoreWeights:
     candidate are ignored. If this ignores all queries, the other weights are 0.
     """
     answered: Bools = np.any(pools.right, axis=1)
-    if not answered.any():
+    if not answered.any() or pools.right.shape[1] == 1:
         return ScoreWeights()
-    pools = pools.select(answered)
-    weights = dict.fromkeys(pools.parts, 0.0) | {LOGIT: 1.0}
-    if len(weights) > 1 and pools.right.shape[1] > 1:
-        scales = {
-            part: max(float(np.std(values, dtype=np.float64)), 1e-9)
-            for part, values in pools.parts.items()
-        }
-        columns = {
-            part: values.astype(np.float64) / scales[part]
-            for part, values in pools.parts.items()
-        }
+    right = pools.right[answered]
+    columns = np.stack(
+        [values[answered] for values in pools.parts.values()], dtype=np.float64
+    )
+    scales = columns.std(axis=(1, 2)).clip(min=1e-9)
+    columns /= scales[:, None, None]
 
-        # This loss is convex if each query has exactly one relevant candidate.
-        def loss(factors: NDArray[np.float64]) -> float:
-            weighted = ScoreWeights.of_parts(dict(zip(columns, factors, strict=True)))
-            scores = weighted.sum(columns)
-            relevant = logsumexp(np.where(pools.right, scores, -np.inf), axis=1)
-            penalty = _REGULARISATION / len(scores) * np.square(factors).sum()
-            return float(np.mean(logsumexp(scores, axis=1) - relevant) + penalty)
+    # This loss is convex if each query has exactly one relevant candidate.
+    def loss(factors: NDArray[np.float64]) -> float:
+        scores = np.tensordot(factors, columns, 1)
+        relevant = logsumexp(np.where(right, scores, -np.inf), axis=1)
+        penalty = _REGULARISATION / len(scores) * np.square(factors).sum()
+        return float(np.mean(logsumexp(scores, axis=1) - relevant) + penalty)
 
-        start = np.ones(len(columns))
-        bounds = [(_LEAST_FACTOR, None)] * len(columns)
-        fitted = minimize(loss, start, bounds=bounds, options={"ftol": 1e-12}).x
-        factors = {
-            part: float(factor) / scales[part] if factor > _LEAST_FACTOR else 0.0
-            for part, factor in zip(columns, fitted, strict=True)
-        }
-        # All factors are divided by the factor of the logit, so that the weight of the
-        # logit is 1. If the factor of the logit is close to 0, a larger divisor is
-        # used, which limits the other weights to 1 / _LEAST_LOGIT.
-        unit = max(factors[LOGIT], max(factors.values()) * _LEAST_LOGIT, 1e-9)
-        weights = {part: factor / unit for part, factor in factors.items()}
-        weights[LOGIT] = 1.0
-    return ScoreWeights.of_parts(weights)
+    bounds = [(0, None)] * len(columns)
+    start = np.ones(len(columns))
+    factors = minimize(loss, start, bounds=bounds, options={"ftol": 1e-12}).x / scales
+    by_part = dict(zip(pools.parts, factors.tolist(), strict=True))
+    # All factors are divided by the factor of the logit, so that the weight of the
+    # logit is 1. If the factor of the logit is close to 0, a larger divisor is used,
+    # which limits the other weights to 1 / _LEAST_LOGIT.
+    unit = max(by_part[LOGIT], factors.max() * _LEAST_LOGIT, 1e-9)
+    weights = {part: factor / unit for part, factor in by_part.items()}
+    return ScoreWeights.of_parts({**weights, LOGIT: 1.0})
 
 
 def part_shares(pools: DevPools, weights: ScoreWeights) -> dict[str, float] | None:
@@ -249,10 +197,9 @@ def part_shares(pools: DevPools, weights: ScoreWeights) -> dict[str, float] | No
     absolute weight. The share of a part is its spread, divided by the sum of the
     spreads of all parts.
     """
-    spreads = {
-        part: abs(weight) * float(np.std(pools.parts.get(part, 0.0), dtype=np.float64))
-        for part, weight in weights.by_part().items()
-    }
+    spreads = dict.fromkeys(PART_NAMES, 0.0)
+    for part, weight in weights.by_part().items():
+        spreads[part] = abs(weight) * float(np.std(pools.parts[part], dtype=np.float64))
     total = sum(spreads.values())
     return {part: spread / total for part, spread in spreads.items()} if total else None
 

@@ -10,22 +10,19 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.info import read_bundle_info
 from edje_index.errors import ModelError
-from edje_index.models.adapter import CompressionAdapter
 from edje_index.models.devices import resolve_device, resolve_dtype, to_bf16_array
 from edje_index.progress import OnProgress
-from edje_index.scoring.parts import content_token_mask
 from edje_index.scoring.weights import (
     DIRECTIONS,
     LOGIT,
@@ -34,14 +31,12 @@ from edje_index.scoring.weights import (
     ScoreWeights,
 )
 from edje_index.training.batches import (
-    CLUSTERING,
     DROPOUT,
     BatchSource,
     stream,
     to_device,
 )
 from edje_index.training.checkpoints import (
-    DEV,
     TrainState,
     append_record,
     begin_log,
@@ -52,8 +47,8 @@ from edje_index.training.config import LoopConfig, OptimizerConfig, TrainSetting
 from edje_index.training.dataset import TrainingData, prepare_captions
 from edje_index.training.fit_weights import WeightChoice, choose_weights, dev_pools
 from edje_index.training.pooled_similarity import fit_pooled_similarity
-from edje_index.training.start import init_queries, make_trainable, trained_part
-from edje_index.training.step import AlignmentObjective, JointObjective, Teacher
+from edje_index.training.start import make_trainable, trained_part
+from edje_index.training.step import AlignmentObjective, JointObjective
 from edje_index.training.workers import WorkerGroup
 from storage_formats.errors import TaskInterrupted, UsageError
 from storage_formats.format.offset import estimate_offset
@@ -62,7 +57,6 @@ from storage_formats.threads import ordered_map
 CAPTIONS = "captions"
 ALIGNMENT = "alignment"
 JOINT = "joint"
-BETAS = (0.9, 0.999)
 MAX_BAD_STEPS = 10
 """Training fails if the gradients of this many steps in a row, or of all steps of a
 shorter phase, are not finite.
@@ -72,9 +66,6 @@ Record = dict[str, Any]
 _ALIGNMENT_WARMUP = 0.1
 # number of batches that are made in advance
 _AHEAD = 2
-# Number of sample images. The queries of a new adapter start at cluster centres of the
-# patch features of these images.
-_SAMPLE_IMAGES = 300
 # Number of training images from which the offset block, the mean of their blocks, is
 # estimated. The noise of a mean of n blocks adds about the fraction 1/n to the squared
 # error of quantized tokens.
@@ -130,7 +121,7 @@ def run_worker(
         torch.set_num_threads(config.run.threads or 1)
     device = resolve_device(config.run.device)
     run = _Run(task, group, device, should_stop, on_record)
-    report = partial(run.write, -1, CAPTIONS)
+    report = partial(run.write, CAPTIONS)
     for data in (task.data, task.dev):
         if data is not None:
             prepare_captions(data, task.start, device, group, should_stop, report)
@@ -139,9 +130,10 @@ def run_worker(
     teacher = None
     teacher_tokens = 0
     if inputs.teacher is not None:
-        bundle = ModelBundle.load(inputs.teacher, verify=False)
-        teacher_tokens = bundle.block_shape[0]
-        teacher = Teacher(bundle.joint, trained_part(bundle.adapter), device)
+        teacher = ModelBundle.load(inputs.teacher, verify=False)
+        teacher.adapter.to(device)
+        teacher.joint.to(device)
+        teacher_tokens = teacher.block_shape[0]
     tokens = start.block_shape[0]
     source = BatchSource(
         data=task.data,
@@ -149,7 +141,6 @@ def run_worker(
         image_tokens=min(config.loop.step_tokens or tokens, tokens),
         config=config,
         group=group,
-        on_gpu=device.type == "cuda",
         teacher_tokens=teacher_tokens,
     )
     make_trainable(start, config.architecture, device)
@@ -168,47 +159,30 @@ def run_worker(
         start.joint.eval()
         pools = dev_pools(start, dev, config.fitting, (LOGIT,))
         return {
-            direction: float(of_direction.hits(ScoreWeights()).mean())
+            f"dev_{direction}_r1": float(of_direction.hits(ScoreWeights()).mean())
             for direction, of_direction in pools.items()
         }
 
     with torch.random.fork_rng(
         [torch.cuda.current_device()] if device.type == "cuda" else []
     ):
-        if config.alignment.steps and (state is None or state.stage == 0):
+        if config.alignment.steps and (state is None or state.phase == ALIGNMENT):
             settings = config.alignment
-            adapter = start.adapter
-            # The adapter of `inputs.init` is trained already.
-            is_new = inputs.init is None or (
-                read_bundle_info(inputs.init).adapter
-                != read_bundle_info(task.start).adapter
-            )
-            if is_new and isinstance(adapter, CompressionAdapter):
-                order = stream(config.loop.seed, CLUSTERING)
-                images = np.sort(order.permutation(source.data.images)[:_SAMPLE_IMAGES])
-                init_queries(
-                    adapter,
-                    source.data.blocks(images),
-                    torch.Generator().manual_seed(config.loop.seed),
-                )
             changes = {
                 "lr": settings.lr,
                 "decay": "cosine",
                 "warmup_steps": int(settings.steps * _ALIGNMENT_WARMUP),
                 "adapter_lr_factor": 1.0,
             }
-            alignment = _Phase(
+            run.train(
                 ALIGNMENT,
-                stage=0,
-                module=AlignmentObjective(adapter, start.joint),
-                make_batch=partial(
-                    source.alignment, content_token_mask(start.joint.tokenizer)
-                ),
+                AlignmentObjective(start.adapter, start.joint),
+                source.alignment,
                 steps=settings.steps,
                 images=min(settings.batch_size, source.data.images),
-                optimization=config.optimizer.model_copy(update=changes),
+                settings=config.optimizer.model_copy(update=changes),
+                state=state,
             )
-            run.train(alignment, state)
         # A frozen adapter needs no gradients. They would take time to compute, and
         # would be part of the gradient norm.
         if not config.optimizer.adapter_lr_factor:
@@ -221,48 +195,21 @@ def run_worker(
             teacher,
             group.gather,
         )
-        joint = _Phase(
-            JOINT,
-            stage=1 if config.alignment.steps else 0,
-            module=objective,
-            make_batch=source.joint,
-            steps=total_steps(config.loop, len(source.data.records)),
-            images=config.loop.batch_size,
-            optimization=config.optimizer,
-            steps_per_epoch=len(source.data.records) // config.loop.batch_size,
-            evaluate=None if dev is None else evaluate,
-        )
         previous = None
         if task.continued is not None:
             previous = last_checkpoint(*task.continued)
-        run.train(joint, state, previous)
-
-
-@dataclass
-class _Phase:
-    """A phase of a training run.
-
-    Attributes:
-        stage: number of the phase, counted from 0.
-        module: module to train.
-        make_batch: makes a batch from the batch number, which counts from 0 in each
-            phase.
-        images: number of images per optimiser step, over all workers.
-        steps_per_epoch: number of optimiser steps per epoch. It has no effect on the
-            cosine decay of the alignment phase.
-        evaluate: returns recalls by name, see ``run.evaluate_every``; None to evaluate
-            nothing.
-    """
-
-    name: str
-    stage: int
-    module: AlignmentObjective | JointObjective
-    make_batch: Callable[[int], Any]
-    steps: int
-    images: int
-    optimization: OptimizerConfig
-    steps_per_epoch: int = 1
-    evaluate: Callable[[], dict[str, float]] | None = None
+        run.train(
+            JOINT,
+            objective,
+            source.joint,
+            steps=total_steps(config.loop, len(source.data.records)),
+            images=config.loop.batch_size,
+            settings=config.optimizer,
+            state=state,
+            previous=previous,
+            steps_per_epoch=len(source.data.records) // config.loop.batch_size,
+            evaluate=None if dev is None else evaluate,
+        )
 
 
 @dataclass(frozen=True)
@@ -275,102 +222,134 @@ class _Run:
     should_stop: Callable[[], bool]
     on_record: Callable[[Record], None]
 
-    def write(self, stage: int, phase: str, step: int, steps: int, **more: Any) -> None:
+    def write(self, phase: str, step: int, steps: int, **more: Any) -> None:
         """Add a record to the log, on worker 0."""
         if self.group.rank == 0:
-            record = {"stage": stage, "phase": phase, "step": step, "steps": steps}
-            record |= more
+            record = {"phase": phase, "step": step, "steps": steps, **more}
             append_record(self.task.config.run.folder, record)
             self.on_record(record)
 
     def train(
         self,
-        phase: _Phase,
+        phase: str,
+        module: AlignmentObjective | JointObjective,
+        make_batch: Callable[[int], Any],
+        *,
+        steps: int,
+        images: int,
+        settings: OptimizerConfig,
         state: TrainState | None,
         previous: TrainState | None = None,
+        steps_per_epoch: int = 1,
+        evaluate: Callable[[], dict[str, float]] | None = None,
     ) -> None:
         """Run a phase. If `state`, the last checkpoint, belongs to this phase, run only
         the steps after this checkpoint.
 
-        `previous` is the last checkpoint of the training run that this phase continues;
-        None for a new optimiser.
+        Args:
+            phase: name of the phase.
+            module: module to train.
+            make_batch: makes a batch from the batch number, which counts from 0 in each
+                phase.
+            images: number of images per optimiser step, over all workers.
+            previous: last checkpoint of the training run that this phase continues;
+                None for a new optimiser.
+            steps_per_epoch: number of optimiser steps per epoch. It has no effect on
+                the cosine decay of the alignment phase.
+            evaluate: returns recalls by name, see ``run.evaluate_every``; None to
+                evaluate nothing.
         """
         group = self.group
-        steps = phase.steps
         loop = self.task.config.loop
         run = self.task.config.run
-        evaluate_every = run.evaluate_every
-        if evaluate_every is None:
-            evaluate_every = phase.steps_per_epoch
+        module.to(self.device).train()
+        optimizer = make_optimizer(module, settings)
         first = 0
-        skipped = 0
-        skips_in_row = 0
-        resumed = state if state is not None and state.stage == phase.stage else None
-        if resumed is not None:
-            phase.module.load_state_dict(resumed.weights)
-            first = resumed.step
-        module = phase.module.to(self.device).train()
-        optimizer = make_optimizer(module, phase.optimization)
         epochs_before = None
         if previous is not None:
-            epochs_before = int(previous.epochs)
-            continue_optimizer(optimizer, previous.optimizer)
-        if resumed is not None:
-            try:
-                optimizer.load_state_dict(resumed.optimizer)
-            except ValueError as error:
-                raise ModelError(
-                    f"the optimiser state in the checkpoint of step {first} does not"
-                    f" fit the parameters ({error}); resume with the version of"
-                    " edje-index that wrote the checkpoint, or use another run folder"
-                ) from error
-            skipped, skips_in_row = resumed.skipped
+            load_optimizer(optimizer, previous)
+            epochs_before = previous.epochs
+        if state is not None and state.phase == phase:
+            module.load_state_dict(state.weights)
+            load_optimizer(optimizer, state)
+            first = state.step
         if group.rank == 0:
-            begin_log(run.folder, phase.stage, first)
+            begin_log(run.folder, phase, first)
 
         # sums of the losses since the last log record
         sums: Any = Counter()
-        started = time.monotonic()
+        begun = time.monotonic()
+        started = begun
         waited = 0.0
         since = first
+        bad_steps = 0
         dtype = resolve_dtype(loop.dtype, self.device)
-        on_device = batches_on_device(phase.make_batch, self.device)
-        batches = ordered_map(on_device, range(first, steps), 1, 1 + _AHEAD)
+        # This device has a number. The current device differs between threads.
+        device = torch.empty(0, device=self.device).device
+        batches = ordered_map(
+            lambda number: to_device(make_batch(number), device),
+            range(first, steps),
+            1,
+            1 + _AHEAD,
+        )
         with contextlib.closing(batches):
             for step in range(first, steps):
                 rate = learning_rate(
                     step,
                     steps,
-                    phase.steps_per_epoch,
-                    phase.optimization,
+                    steps_per_epoch,
+                    settings,
                     epochs_before,
                 )
-                for parameters in optimizer.param_groups:
-                    parameters["lr"] = rate * parameters["factor"]
+                factors = (settings.adapter_lr_factor, 1.0)
+                for parameters, factor in zip(
+                    optimizer.param_groups, factors, strict=True
+                ):
+                    parameters["lr"] = rate * factor
                 waiting_since = time.monotonic()
                 batch = next(batches)
                 waited += time.monotonic() - waiting_since
                 # Dropout and the choice of tokens use torch's random numbers. The seed
                 # is set in each step, so that a resumed training run draws the same
                 # numbers.
-                dropout = stream(loop.seed, DROPOUT, phase.stage, step, group.rank)
+                dropout = stream(loop.seed, DROPOUT, step, group.rank)
                 torch.manual_seed(int(dropout.integers(2**63)))
-                losses, is_bad = self.step(phase, optimizer, batch, dtype)
-                sums.update(losses)
-                skipped += is_bad
-                skips_in_row = skips_in_row + 1 if is_bad else 0
-                done = step + 1
-                if skips_in_row >= min(MAX_BAD_STEPS, steps):
+                try:
+                    losses = module.backward(batch, dtype)
+                except torch.OutOfMemoryError as error:
                     raise ModelError(
-                        f"{skips_in_row} steps in a row had no finite gradient, up to"
-                        f" step {done} of the {phase.name} phase; train again in a new"
+                        f"a step of the {phase} phase needs more memory than the device"
+                        " has; lower run.chunk_pairs, or alignment.batch_size in the"
+                        " alignment phase, and train again"
+                    ) from error
+                trained = [
+                    part for part in module.parameters() if part.grad is not None
+                ]
+                gradients = [part.grad for part in trained if part.grad is not None]
+                group.average(gradients)
+                norm = nn.utils.get_total_norm(gradients)
+                if settings.clip_norm:
+                    nn.utils.clip_grads_with_norm_(trained, settings.clip_norm, norm)
+                # A step whose gradient is not finite is skipped.
+                is_bad = group.any(not bool(torch.isfinite(norm)))
+                if not is_bad:
+                    optimizer.step()
+                optimizer.zero_grad()
+                skipped = torch.tensor(float(is_bad), device=self.device)
+                sums.update({**losses, "gradient": norm, "skipped": skipped})
+                bad_steps = bad_steps + 1 if is_bad else 0
+                done = step + 1
+                if bad_steps >= min(MAX_BAD_STEPS, steps - first):
+                    raise ModelError(
+                        f"{bad_steps} steps in a row had no finite gradient, up to"
+                        f" step {done} of the {phase} phase; train again in a new"
                         " run folder with a lower optimizer.lr, a higher"
                         " optimizer.warmup_steps, or loop.dtype float32"
                     )
                 stop = group.any(self.should_stop())
-                if phase.evaluate and evaluate_every and done % evaluate_every == 0:
+                if evaluate and done % (run.evaluate_every or steps_per_epoch) == 0:
                     if group.rank == 0:
-                        self.write(phase.stage, DEV, done, steps, **phase.evaluate())
+                        self.write(phase, done, steps, **evaluate())
                         module.train()
                     # The other workers wait here while worker 0 evaluates.
                     group.any(False)
@@ -378,38 +357,37 @@ class _Run:
                 # the remaining time.
                 if done % run.log_every == 0 or done in (first + 1, steps):
                     count = done - since
-                    seconds = time.monotonic() - started
+                    now = time.monotonic()
+                    # This includes the time of evaluations.
+                    step_seconds = (now - begun) / (done - first)
                     self.write(
-                        phase.stage,
-                        phase.name,
+                        phase,
                         done,
                         steps,
                         lr=rate,
                         **group.mean({name: sums[name] / count for name in sums}),
-                        images_per_second=count * phase.images / seconds,
-                        step_seconds=seconds / count,
-                        seconds=seconds,
-                        data_wait=waited,
-                        skipped=skipped,
+                        images_per_second=count * images / (now - started),
+                        data_wait=waited / (now - started),
+                        minutes_left=step_seconds * (steps - done) / 60,
                     )
                     sums = Counter()
-                    started = time.monotonic()
+                    started = now
                     waited = 0.0
                     since = done
                 if stop or done % run.checkpoint_every == 0 or done == steps:
                     if group.rank == 0:
-                        epochs = (epochs_before or 0) + done / phase.steps_per_epoch
+                        epochs = (epochs_before or 0) + done // steps_per_epoch
+                        weights = {
+                            name: part.cpu()
+                            for name, part in module.state_dict().items()
+                        }
                         saved = TrainState(
                             self.task.run,
-                            phase.stage,
+                            phase,
                             done,
-                            round(epochs, 6),
-                            {
-                                name: part.cpu()
-                                for name, part in module.state_dict().items()
-                            },
+                            epochs,
+                            weights,
                             optimizer.state_dict(),
-                            (skipped, skips_in_row),
                         )
                         save_checkpoint(run.folder, saved)
                     # The other workers wait until the checkpoint is written.
@@ -417,103 +395,56 @@ class _Run:
                 if stop and done < steps:
                     raise TaskInterrupted(
                         f"the training run stopped after step {done} of {steps} of the"
-                        f" {phase.name} phase"
+                        f" {phase} phase"
                     )
 
-    def step(
-        self,
-        phase: _Phase,
-        optimizer: torch.optim.Optimizer,
-        batch: Any,
-        dtype: torch.dtype,
-    ) -> tuple[dict[str, Tensor], bool]:
-        """Run one optimiser step. Return the losses and the norm of the gradient by
-        name, and whether the step was skipped, because its gradient is not finite.
-        """
-        try:
-            losses = phase.module.backward(batch, dtype)
-        except torch.OutOfMemoryError as error:
-            raise ModelError(
-                f"a step of the {phase.name} phase needs more memory than the device"
-                " has; lower run.chunk_pairs, or alignment.batch_size in the alignment"
-                " phase, and train again"
-            ) from error
-        trained = [part for part in phase.module.parameters() if part.grad is not None]
-        gradients = [part.grad for part in trained if part.grad is not None]
-        self.group.average(gradients)
-        norm = nn.utils.get_total_norm(gradients)
-        if clip_norm := phase.optimization.clip_norm:
-            nn.utils.clip_grads_with_norm_(trained, clip_norm, norm)
-        is_bad = self.group.any(not bool(torch.isfinite(norm)))
-        if not is_bad:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return {**losses, "gradient": norm}, is_bad
 
+def make_optimizer(
+    module: AlignmentObjective | JointObjective, config: OptimizerConfig
+) -> torch.optim.AdamW:
+    """Return an AdamW optimiser with two parameter groups: the adapter, and all other
+    parameters of `module`.
 
-def batches_on_device(
-    make_batch: Callable[[int], Any], device: torch.device
-) -> Callable[[int], Any]:
-    """Return a function that makes the same batches as `make_batch`, on `device`.
-
-    On CUDA, the thread that calls the function copies a batch to the device while the
-    device still computes earlier steps. The caller must keep a batch until all work on
-    it is done, because the memory of a released batch may be overwritten.
+    Its betas are torch's default values, 0.9 and 0.999, as in the published code. AdamW
+    changes only parameters that have a gradient. Frozen parameters, and heads
+    that no loss uses, therefore have no weight decay.
     """
-    if device.type == "cpu":
-        return make_batch
-    # The current device differs between threads, so the stream is made for `device`.
-    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def make(number: int) -> Any:
-        with torch.cuda.stream(stream):
-            batch = to_device(make_batch(number), stream.device)
-        stream.synchronize()
-        return batch
-
-    return make
-
-
-def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Return an AdamW optimiser for the trainable parameters of `module`.
-
-    Each parameter group has a ``factor``, by which the training loop multiplies the
-    learning rate. The factor of the adapter is ``config.adapter_lr_factor``. The factor
-    of all other parameters is 1.
-    """
-    groups: dict[float, list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            factor = config.adapter_lr_factor if name.startswith("adapter.") else 1.0
-            groups.setdefault(factor, []).append((name, parameter))
+    others = [
+        parameter
+        for name, parameter in module.named_parameters()
+        if not name.startswith("adapter.")
+    ]
     return torch.optim.AdamW(
-        [
-            {"params": parameters, "factor": factor}
-            for factor, parameters in groups.items()
-        ],
-        lr=config.warmup_lr,
-        betas=BETAS,
+        [{"params": [*module.adapter.parameters()]}, {"params": others}],
         weight_decay=config.weight_decay,
         fused=True,
     )
 
 
-def continue_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Copy Adam's moments from `state`, the state of another optimiser, into
-    `optimizer`. Only parameters with the same name and shape in both are changed.
+def load_optimizer(optimizer: torch.optim.Optimizer, state: TrainState) -> None:
+    """Load Adam's moments from a checkpoint. The weight decay does not change.
+
+    Raises:
+        ModelError: the checkpoint is that of a model with other parameters.
     """
-    moments = {
-        name: state["state"].get(number)
-        for group in state["param_groups"]
-        for name, number in zip(group["param_names"], group["params"], strict=True)
-    }
-    for group in optimizer.param_groups:
-        for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            copied = moments.get(name)
-            if copied is not None and copied["exp_avg"].shape == parameter.shape:
-                optimizer.state[parameter] = {
-                    key: tensor.to(parameter.device) for key, tensor in copied.items()
-                }
+    decay = optimizer.defaults["weight_decay"]
+    try:
+        optimizer.load_state_dict(state.optimizer)
+        is_same = all(
+            moments["exp_avg"].shape == parameter.shape
+            for parameter, moments in optimizer.state.items()
+        )
+    except ValueError:
+        is_same = False
+    if not is_same:
+        raise ModelError(
+            f"the optimiser state of the checkpoint after step {state.step} does not"
+            " fit the parameters; use the architecture and the version of edje-index"
+            " of the run that wrote it, or start without it: in another run folder, or"
+            " with optimizer.continued false"
+        )
+    for parameters in optimizer.param_groups:
+        parameters["weight_decay"] = decay
 
 
 def total_steps(config: LoopConfig, pairs: int) -> int:
@@ -550,8 +481,7 @@ def learning_rate(
     - "cosine": the learning rate falls along a cosine to `config.min_lr` at the last
       step.
 
-    If `config.min_lr` is higher than `config.lr`, both decays use `config.lr` instead
-    of `config.min_lr`. A run that continues another run has no warm-up. For other runs,
+    A run that continues another run has no warm-up. For other runs,
     `epochs_before` is None.
     """
     warmup = config.warmup_steps if epochs_before is None else 0
@@ -559,19 +489,19 @@ def learning_rate(
     # epoch at the latest.
     if step < warmup and (step < steps_per_epoch or config.decay == "cosine"):
         return config.warmup_lr + (config.lr - config.warmup_lr) * step / warmup
-    floor = min(config.min_lr, config.lr)
     if config.decay == "epoch":
         epoch = (epochs_before or 0) + step // steps_per_epoch
-        return max(floor, config.lr * config.decay_rate**epoch)
+        return max(config.min_lr, config.lr * config.decay_rate**epoch)
     done = (step - warmup) / max(1, total_steps - warmup)
-    return floor + (config.lr - floor) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+    share = (1 + math.cos(math.pi * min(1.0, done))) / 2
+    return config.min_lr + (config.lr - config.min_lr) * share
 
 
 def finish_model(
     task: TrainTask, on_progress: OnProgress
 ) -> tuple[ModelBundle, int, dict[str, WeightChoice]]:
-    """Make a bundle from the last checkpoint, and fit its final score with the settings
-    in ``task.config.fitting``.
+    """Make a bundle from the checkpoint of the finished joint phase, and fit its final
+    score with the settings in ``task.config.fitting``.
 
     The weights of the final score are fitted to the dev captions. Without dev captions,
     they are those of the initial bundle, see `make_start`.
@@ -584,53 +514,40 @@ def finish_model(
         The trained bundle, which is not saved yet; the number of finished steps of the
         joint phase; and the fitted weights and the recall of each direction. The last
         value is empty if no weights were fitted.
-
-    Raises:
-        ModelError: the run folder has no checkpoint of the joint phase.
     """
     fitting = task.config.fitting
-    run_dir = task.config.run.folder
     # The workers may have used a GPU that this process does not have. In this case, the
     # CPU is used.
     cuda = torch.cuda.is_available()
     device = resolve_device(task.config.run.device if cuda else "cpu")
     bundle = ModelBundle.load(task.start, device=str(device), verify=False)
     data = task.data
-    state = last_checkpoint(run_dir, task.run)
-    if state is None or not any(name.startswith("joint.") for name in state.weights):
-        raise ModelError(
-            f"{run_dir} has no checkpoint of the joint phase yet; resume the"
-            " training run"
-        )
+    state = last_checkpoint(task.config.run.folder, task.run)
+    assert state is not None
     adapter = trained_part(bundle.adapter)
     # The names are those of `JointObjective`.
     trained = nn.ModuleDict({"adapter": adapter, "joint": bundle.joint})
     trained.load_state_dict(state.weights)
-    bundle = replace(bundle, trained=True, info=None)
+    bundle.trained = True
+    bundle.info = None
     bundle.adapter.eval()
     bundle.joint.eval()
     # The offset block is estimated from evenly spaced training images.
     images = np.arange(0, data.images, max(1, data.images // _OFFSET_IMAGES))
     tokens = data.iter_tokens(adapter, images, device)
-    bundle = replace(bundle, offset=estimate_offset(map(to_bf16_array, tokens)))
+    bundle.offset = estimate_offset(map(to_bf16_array, tokens))
     if fitting.pooled_dim:
         seed = task.config.loop.seed
         pooled = fit_pooled_similarity(
             adapter, bundle.joint, data, seed, fitting.pooled_dim, on_progress
         )
-        bundle = replace(bundle, pooled=pooled.to(device).eval())
-    score = bundle.score
-    logit_range = None
+        bundle.pooled = pooled.to(device).eval()
     choices = dict[str, WeightChoice]()
     if task.dev is not None:
         pools = dev_pools(bundle, task.dev, fitting, on_progress=on_progress)
         choices = {name: choose_weights(pools[name]) for name in DIRECTIONS}
-        score = DirectionWeights(
+        bundle.score = DirectionWeights(
             **{direction: choice.weights for direction, choice in choices.items()}
         )
-        logit_range = choices[TEXT_TO_IMAGE].logit_range
-    return (
-        replace(bundle, score=score, logit_range=logit_range),
-        state.step,
-        choices,
-    )
+        bundle.logit_range = choices[TEXT_TO_IMAGE].logit_range
+    return bundle, state.step, choices

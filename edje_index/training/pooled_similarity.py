@@ -39,6 +39,8 @@ PATCH_RIDGE = 0.1
 CAPTION_RIDGE = 0.1
 TOKEN_RIDGE = 0.01
 POWER = 1.5
+# added to ridges, so that a matrix of zeros has an inverse too
+_TINY = 1e-30
 _ACTIVITY = "fitting the pooled similarity, images"
 
 
@@ -105,12 +107,12 @@ def fit_pooled_similarity(
         batch = order[start : start + _CAPTION_BATCH]
         inputs = joint.tokenizer.inputs_of_ids([texts[caption] for caption in batch], 0)
         sentences[batch] = scorer.sentence_vectors(inputs).double().cpu()
-    sentence_mean = sentences.mean(dim=0)
-    sentence_scale = column_scale(sentences) * joint.width**0.5
+    sentences, sentence_mean, sentence_scale = standardised(sentences)
     columns = torch.empty(
         len(captions), joint.width + len(word_ids), dtype=torch.float64
     )
-    columns[:, : joint.width] = (sentences - sentence_mean) / sentence_scale
+    # The norm of this part of a vector is about 1.
+    columns[:, : joint.width] = sentences / joint.width**0.5
     bags = columns[:, joint.width :]
     bags.copy_(word_bags(texts, word_ids, word_weights))
     bag_mean = bags.mean(dim=0)
@@ -119,19 +121,16 @@ def fit_pooled_similarity(
     positions = np.searchsorted(chosen, image_of_caption[captions])
     mean_per_image.index_add_(0, torch.from_numpy(positions), columns)
     mean_per_image /= torch.from_numpy(caption_counts[chosen])[:, None]
-    patches = (patches - patches.mean(dim=0)) / column_scale(patches)
+    patches, _, _ = standardised(patches)
     of_images, of_captions = canonical_maps(
         patches.T @ patches / len(patches),
         columns.T @ columns / len(columns),
         patches.T @ mean_per_image / len(patches),
         dim,
     )
-    token_mean = tokens.mean(dim=0)
-    token_scale = column_scale(tokens)
-    of_tokens = (
-        ridge_map((tokens - token_mean) / token_scale, patches @ of_images)
-        / token_scale[:, None]
-    )
+    tokens, token_mean, token_scale = standardised(tokens)
+    of_tokens = ridge_map(tokens, patches @ of_images) / token_scale[:, None]
+    sentence_scale *= joint.width**0.5
     of_sentences = of_captions[: joint.width] / sentence_scale[:, None]
     of_words = _WORDS_SHARE * of_captions[joint.width :]
     caption_offset = -(sentence_mean @ of_sentences + bag_mean @ of_words)
@@ -177,7 +176,7 @@ def canonical_maps(
 def _inverse_root(covariance: Tensor, ridge: float) -> Tensor:
     values, vectors = torch.linalg.eigh(covariance)
     values = values.clamp(min=0)
-    ridged = values + ridge * values.mean().clamp(min=torch.finfo(values.dtype).tiny)
+    ridged = values + ridge * values.mean() + _TINY
     root: Tensor = vectors * ridged.rsqrt() @ vectors.T
     return root
 
@@ -187,17 +186,16 @@ def ridge_map(inputs: Tensor, targets: Tensor) -> Tensor:
     centred `inputs` [n, p].
     """
     gram = inputs.T @ inputs
-    penalty = TOKEN_RIDGE * gram.diagonal().mean().clamp(
-        min=torch.finfo(gram.dtype).tiny
-    )
-    gram.diagonal().add_(penalty)
+    gram.diagonal().add_(TOKEN_RIDGE * gram.diagonal().mean() + _TINY)
     solved: Tensor = torch.linalg.solve(gram, inputs.T @ targets)
     return solved
 
 
-def column_scale(values: Tensor) -> Tensor:
-    """Return the standard deviation of each column of `values` [n, p], shape [p]; 1
-    for a constant column.
+def standardised(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `values` [n, p] with the mean 0 and the standard deviation 1 in each
+    column, and the mean and the standard deviation of each column, shape [p] each. A
+    constant column is only shifted.
     """
-    deviation = values.std(dim=0, correction=0)
-    return torch.where(deviation > 1e-9, deviation, 1.0)
+    deviation, mean = torch.std_mean(values, dim=0, correction=0)
+    scale = torch.where(deviation > 1e-9, deviation, 1.0)
+    return (values - mean) / scale, mean, scale

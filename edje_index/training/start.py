@@ -5,12 +5,13 @@ cluster centres of patch features.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.info import INFO_FILE
 from edje_index.errors import ModelError
 from edje_index.models.adapter import (
     LOCAL,
@@ -23,27 +24,13 @@ from edje_index.models.adapter import (
 )
 from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.models.joint_inputs import MAX_TEXT_TOKENS, load_joint_tokenizer
-from edje_index.models.weights import (
-    assign_weights,
-    check_finite,
-    read_weights_files,
-)
+from edje_index.models.weights import check_finite, one_line
+from edje_index.training.batches import CLUSTERING, stream
 from edje_index.training.config import ArchitectureConfig
+from edje_index.training.dataset import TrainingData
 
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-_WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
-# Endings of the names of BERT weights that are not loaded. The scoring head has a new
-# pooler, and the decoder shares its weights with the word embeddings and its bias with
-# the language-model head.
-_UNUSED = (
-    "position_ids",
-    "pooler.dense.weight",
-    "pooler.dense.bias",
-    "decoder.weight",
-    "decoder.bias",
-)
-_HEAD_BIAS = "cls.predictions.bias"
-# largest number of patches that are clustered
+# number of sample images whose patches are clustered, and largest number of patches
+_SAMPLE_IMAGES = 300
 _SAMPLE_PATCHES = 20_000
 # Standard deviation over patches of the initial attention scores. If the score of a
 # patch is one standard deviation higher, its attention weight is e**4 times higher.
@@ -57,18 +44,21 @@ def make_start(
     *,
     language: Path | None = None,
     init: Path | None = None,
+    sample: TrainingData | None = None,
 ) -> ModelBundle:
     """Make the initial bundle of a training run. Weights that none of the given models
     provides are random, and depend on `seed`.
 
     Args:
         model: bundle that provides the towers.
-        language: folder of a Hugging Face BERT model, or a bundle, that provides the
-            joint encoder. None takes the joint encoder of `model`.
+        language: folder of a Hugging Face BERT model that provides the joint encoder.
+            None takes the joint encoder of `model`.
         init: bundle that provides the joint encoder instead of `language`, and the
             pooled similarity. If the adapter of this bundle has the configuration in
             the settings, the bundle also provides the adapter and the weights of the
             final score.
+        sample: images from whose patch features the queries of a new compressed adapter
+            are made, see `init_queries`. With None, the queries are random.
 
     Raises:
         ModelError: the language model has fewer layers than `architecture` keeps, or a
@@ -83,12 +73,7 @@ def make_start(
         if initial is not None:
             joint = initial.joint
         elif language is not None:
-            is_bundle = (language / INFO_FILE).exists()
-            joint = (
-                ModelBundle.load(language).joint
-                if is_bundle
-                else load_language_model(language, tower.embed_dim)
-            )
+            joint = load_language_model(language, tower.embed_dim)
         joint.tokenizer.canonical = architecture.canonical_captions
         if (count := architecture.language_layers) is not None:
             layers = joint.language_model.bert.encoder.layer
@@ -115,11 +100,14 @@ def make_start(
             activation=str(joint.config.hidden_act),
             layer_norm_eps=tower.layer_norm_eps,
         )
-        adapter = (
-            build_adapter(config)
-            if initial is None or initial.adapter.config != config
-            else initial.adapter
-        )
+        if initial is not None and initial.adapter.config == config:
+            adapter = initial.adapter
+        else:
+            adapter = build_adapter(config)
+            if sample is not None and isinstance(adapter, CompressionAdapter):
+                order = stream(seed, CLUSTERING).permutation(sample.images)
+                patches = sample.blocks(np.sort(order[:_SAMPLE_IMAGES]))
+                init_queries(adapter, patches, torch.Generator().manual_seed(seed))
         embeddings = joint.language_model.bert.embeddings
         count = MAX_TEXT_TOKENS + adapter.config.num_tokens
         table: nn.Embedding = embeddings.position_embeddings
@@ -148,7 +136,6 @@ def make_start(
     return start
 
 
-@torch.no_grad()
 def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
     """Return a joint encoder with the weights of the BERT model in `folder`, in
     float32.
@@ -162,33 +149,30 @@ def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
         embed_dim: width of the text embeddings that the joint encoder learns to
             recover.
     """
+    from transformers import BertForMaskedLM
+
     tokenizer = load_joint_tokenizer(folder)
     config = bert_config(folder / "config.json")
-    path = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
-    if path is None:
+    try:
+        loaded: Any = BertForMaskedLM.from_pretrained(
+            folder, config=config, output_loading_info=True
+        )
+        model, loading = loaded
+        # If the file has no language-model head, the head keeps its random weights.
+        missing = [
+            name for name in loading["missing_keys"] if not name.startswith("cls.")
+        ]
+        if missing:
+            raise ModelError(f"the tensor {missing[0]} is missing")
+    except Exception as error:
         raise ModelError(
-            f"there are no weights in {folder}, neither {' nor '.join(_WEIGHTS)}; give"
-            " the directory of a BERT model"
-        )
-    vocabulary = config.vocab_size
-    config.vocab_size = max(vocabulary, len(tokenizer))
-    joint = JointEncoder(config, tokenizer, embed_dim)
-    target = joint.language_model.state_dict()
-    # If the file has no language-model head, the head keeps its random weights.
-    state = {name: tensor for name, tensor in target.items() if name.startswith("cls.")}
-    for short, tensor in read_weights_files([path])[0].items():
-        name = short if short.startswith(("bert.", "cls.")) else f"bert.{short}"
-        if name.endswith(_UNUSED) or (name.startswith("cls.") and name not in target):
-            continue
-        # The file has no values for new token ids, such as that of <image>. The values
-        # for these token ids stay random.
-        has_words = name in (_WORD_EMBEDDINGS, _HEAD_BIAS) and len(tensor) == vocabulary
-        state[name] = (
-            torch.cat([tensor.float(), target[name][len(tensor) :]])
-            if has_words
-            else tensor.float()
-        )
-    assign_weights(joint.language_model, state, str(path))
+            f"cannot read the weights in {folder}: {one_line(error)}; give the"
+            " directory of a BERT model"
+        ) from error
+    words = max(config.vocab_size, len(tokenizer))
+    model.resize_token_embeddings(words, mean_resizing=False)
+    joint = JointEncoder(model.config, tokenizer, embed_dim)
+    joint.language_model.load_state_dict(model.state_dict())
     check_finite(joint.state_dict(), str(folder))
     return joint
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from edje_index.bundles.bundle import ModelBundle
 from edje_index.models.adapter import Adapter
 from edje_index.models.devices import autocast
 from edje_index.models.joint_encoder import JointEncoder
 from edje_index.training.batches import (
     AlignmentBatch,
-    InputRows,
     JointBatch,
     PairChunk,
 )
@@ -65,9 +65,8 @@ def mlm_loss(logits: Tensor, targets: Tensor) -> Tensor:
         targets: original token ids of the masked tokens, int64 [masked].
     """
     # The sum over no tokens is 0. Unlike a constant, it has gradients, which are 0.
-    if not targets.shape[0]:
-        return logits.sum()
-    return functional.cross_entropy(logits, targets)
+    total = functional.cross_entropy(logits, targets, reduction="sum")
+    return total / max(1, len(targets))
 
 
 def recovery_loss(projected: Tensor, embeddings: Tensor) -> Tensor:
@@ -143,40 +142,6 @@ def alignment_scores(tokens: Tensor, words: Tensor, shares: Tensor) -> Tensor:
     return best.to(shares.dtype) @ shares
 
 
-class Teacher:
-    """A trained joint encoder on `device`, whose logits the student learns to imitate.
-
-    Args:
-        joint: the joint encoder of the teacher. It is frozen.
-        adapter: maps features to the teacher's tokens. It is not used if batches
-            contain the teacher's tokens.
-    """
-
-    def __init__(
-        self, joint: JointEncoder, adapter: nn.Module, device: torch.device
-    ) -> None:
-        self.joint = joint.requires_grad_(False).to(device)
-        self.adapter = adapter.to(device)
-
-    @torch.no_grad()
-    def tokens(self, batch: JointBatch) -> Tensor:
-        """Return the teacher's tokens of the images of `batch`, float [b, m, d]."""
-        if batch.teacher_tokens is not None:
-            return batch.teacher_tokens.float()
-        tokens: Tensor = self.adapter(batch.patches.float())
-        return tokens
-
-    @torch.no_grad()
-    def logits(self, rows: InputRows, tokens: Tensor) -> Tensor:
-        """Return the teacher's logit of each of r rows, float32 [r].
-
-        `tokens` [images, m, d] are the teacher's tokens of the images of all workers.
-        """
-        cls = hidden_states(self.joint, rows, tokens).index_select(0, rows.starts)
-        logits: Tensor = self.joint.classification_head(cls[:, None].float())
-        return logits[:, 0].float()
-
-
 class JointObjective(nn.Module):
     """Objective of the joint phase: matching, masked language modelling, text-embedding
     recovery and distillation.
@@ -186,10 +151,10 @@ class JointObjective(nn.Module):
     whose tokens come from `gather`.
 
     Args:
-        adapter, joint: modules to train. Heads that no loss uses are frozen, which
-            excludes them from weight decay.
+        adapter, joint: modules to train.
         step_tokens: tokens per image that the joint encoder reads; None for all.
-        teacher: the teacher; None without distillation.
+        teacher: bundle of the teacher, a trained model whose logits the student learns
+            to imitate; None without distillation.
         gather: maps the tokens of this worker's images to the tokens of the images of
             all workers.
     """
@@ -200,7 +165,7 @@ class JointObjective(nn.Module):
         joint: JointEncoder,
         config: ObjectiveConfig,
         step_tokens: int | None = None,
-        teacher: Teacher | None = None,
+        teacher: ModelBundle | None = None,
         gather: Callable[[Tensor], Tensor] = lambda tokens: tokens,
     ) -> None:
         super().__init__()
@@ -213,14 +178,8 @@ class JointObjective(nn.Module):
         }
         self._step_tokens = step_tokens
         self._gather = gather
-        # `Teacher` is not a PyTorch module, so its weights are not part of this module.
+        # A bundle is not a PyTorch module, so its weights are not part of this module.
         self._teacher = teacher
-        head = joint.language_model.cls.predictions
-        if not config.mlm_weight:
-            for part in (head.transform, head.bias):
-                part.requires_grad_(False)
-        if not config.recovery_weight:
-            joint.text_projection.requires_grad_(False)
 
     def backward(self, batch: JointBatch, dtype: torch.dtype = torch.float32) -> Losses:
         """Add the gradients of the loss of `batch` to the gradients of the parameters.
@@ -241,14 +200,19 @@ class JointObjective(nn.Module):
             )
             teacher_tokens = None
             if self._teacher is not None:
-                teacher_tokens = self._gather(self._teacher.tokens(batch))
+                teacher_tokens = batch.teacher_tokens
+                if teacher_tokens is None:
+                    adapter = trained_part(self._teacher.adapter)
+                    with torch.no_grad():
+                        teacher_tokens = adapter(batch.patches.float())
+                teacher_tokens = self._gather(teacher_tokens.float())
         # The joint encoder reads `leaf`, a copy of the tokens in full precision. All
         # chunks add their gradients to those of `leaf`, and the backward pass of the
         # adapter starts from the sum.
         leaf = tokens.detach().to(self.joint.text_projection.weight.dtype)
         leaf.requires_grad_(tokens.requires_grad)
         pairs = sum(chunk.pairs for chunk in batch.chunks)
-        masked = sum(len(chunk.masked[1]) for chunk in batch.chunks if chunk.masked)
+        masked = sum(len(chunk.masked[0]) for chunk in batch.chunks if chunk.masked)
         sums: Any = Counter()
         for chunk in batch.chunks:
             with autocast(dtype, device):
@@ -258,7 +222,7 @@ class JointObjective(nn.Module):
             # of the batch.
             shares = dict.fromkeys(losses, chunk.pairs / pairs)
             if chunk.masked is not None:
-                shares["mlm"] = len(chunk.masked[1]) / max(1, masked)
+                shares["mlm"] = len(chunk.masked[0]) / max(1, masked)
             parts = {name: shares[name] * loss for name, loss in losses.items()}
             total = torch.stack(
                 [self._weights.get(name, 1.0) * loss for name, loss in parts.items()]
@@ -282,8 +246,9 @@ class JointObjective(nn.Module):
         `tokens` [images, m, d] are the tokens of the images of all workers, and
         `teacher_tokens` are the teacher's tokens of the same images.
         """
-        hidden = hidden_states(self.joint, chunk.rows, tokens)
-        cls = hidden.index_select(0, chunk.rows.starts)
+        hidden = self.joint.hidden_states(
+            chunk.rows, tokens.index_select(0, chunk.images)
+        )
         negatives = chunk.negative_images
         scored = chunk.pairs + 2 * negatives.numel()
 
@@ -294,40 +259,29 @@ class JointObjective(nn.Module):
             images, texts = logits[chunk.pairs :].view(2, *negatives.shape)
             return logits[: chunk.pairs], images, texts
 
-        parts = groups(self.joint.classification_head(cls[:scored, None])[:, 0].float())
+        parts = groups(self.joint.classification_head(hidden[:scored])[:, 0].float())
         positive, images, texts = parts
         losses = {"itm": itm_loss(*parts)}
         if chunk.masked is not None:
-            positions, targets = chunk.masked
-            masked = hidden.index_select(0, positions)
-            losses["mlm"] = mlm_loss(
-                self.joint.language_model.cls(masked).float(), targets
-            )
-        if chunk.embeddings is not None:
-            projected = self.joint.text_projection(cls[-chunk.pairs :])
-            losses["recovery"] = recovery_loss(projected.float(), chunk.embeddings)
+            words = self.joint.language_model.cls(hidden[-chunk.pairs :][chunk.masked])
+            targets = chunk.rows.input_ids[: chunk.pairs][chunk.masked]
+            losses["mlm"] = mlm_loss(words.float(), targets)
+        if chunk.recovery is not None:
+            inputs, embeddings = chunk.recovery
+            cls = self.joint.hidden_states(inputs, tokens[:0])[:, 0]
+            projected = self.joint.text_projection(cls)
+            losses["recovery"] = recovery_loss(projected.float(), embeddings)
         if self._teacher is not None:
             assert chunk.teacher is not None
             assert teacher_tokens is not None
-            taught = self._teacher.logits(chunk.teacher, teacher_tokens)
+            with torch.no_grad():
+                taught = self._teacher.joint(
+                    chunk.teacher, teacher_tokens.index_select(0, chunk.images[:scored])
+                )
             losses["distillation"] = distillation_loss(parts, groups(taught))
         best = torch.cat([images, texts], dim=1).amax(dim=1)
         losses["accuracy"] = (positive > best).float().mean()
         return losses
-
-
-def hidden_states(joint: JointEncoder, rows: InputRows, tokens: Tensor) -> Tensor:
-    """Return the last hidden states of all tokens in all `rows`, bucket by bucket, [t,
-    d].
-
-    `tokens` [images, m, d] are the tokens of the images of all workers.
-    """
-    return torch.cat(
-        [
-            joint.hidden_states(inputs, tokens.index_select(0, images)).flatten(0, 1)
-            for inputs, images in rows.buckets
-        ]
-    )
 
 
 class AlignmentObjective(nn.Module):
@@ -356,8 +310,7 @@ class AlignmentObjective(nn.Module):
         Matrix products are computed in `dtype`.
 
         Returns:
-            ``loss``, and ``accuracy``: the fraction of images whose own caption has the
-            highest score in the first set of captions.
+            ``loss``.
         """
         with autocast(dtype, batch.patches.device):
             tokens = self.adapter(as_input(batch.patches)) - self.mean
@@ -366,11 +319,7 @@ class AlignmentObjective(nn.Module):
             ).float()
             loss = alignment_loss(scores, self.log_temperature.exp().clamp(min=0.01))
         torch.autograd.backward(loss)
-        images = tokens.shape[0]
-        best = scores[:, :images].argmax(dim=1) == torch.arange(
-            images, device=scores.device
-        )
-        return {TOTAL: loss.detach(), "accuracy": best.float().mean()}
+        return {TOTAL: loss.detach()}
 
 
 def as_input(patches: Tensor) -> Tensor:

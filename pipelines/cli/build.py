@@ -14,10 +14,9 @@ if TYPE_CHECKING:
 
 @command(
     "pipelines.jobs.build:build_index",
-    resume="out",
+    resume=True,
     out="--out",
     model="--model",
-    memory=None,
     precisions="--precision",
 )
 def build(job: Job) -> None:
@@ -62,9 +61,7 @@ def _note_failures(job: Job, result: BuildResult) -> None:
         note(f"{failed} failed; 'edje-index failures {index}' lists them")
 
 
-@command(
-    "pipelines.jobs.update:append_index", resume="index", workers=None, address=None
-)
+@command("pipelines.jobs.update:append_index", resume=True, workers=None, address=None)
 def append(job: Job) -> None:
     """Add the images of every SOURCE to INDEX.
 
@@ -82,9 +79,7 @@ def append(job: Job) -> None:
     _note_failures(job, job.run())
 
 
-@command(
-    "pipelines.jobs.update:update_index", resume="index", workers=None, address=None
-)
+@command("pipelines.jobs.update:update_index", resume=True, workers=None, address=None)
 def update(job: Job) -> None:
     """Add, replace and delete rows so that INDEX matches its sources.
 

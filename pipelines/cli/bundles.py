@@ -60,7 +60,7 @@ def get(job: Job, *, is_list: bool = False) -> None:
     from pipelines.jobs.hub import describe_models
 
     if is_list:
-        job.result = {"models": list(describe_models())}
+        job.result = {"models": describe_models()}
     else:
         job.result = describe_bundle(job.run())
 

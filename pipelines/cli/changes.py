@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
-from typing import TYPE_CHECKING
 
 import click
 
@@ -17,13 +15,8 @@ from pipelines.progress.wording import as_text, counted
 from storage_formats.errors import UsageError
 from storage_formats.remote.urls import IndexLocation
 
-if TYPE_CHECKING:
-    from edje_index.progress import OnProgress
-    from storage_formats.format.file_check import Problem
 
-
-# An erasure that stops between its steps has no journal.
-@command("pipelines.jobs.snapshots:delete_rows", resume="erase index", rows="--rows")
+@command("pipelines.jobs.snapshots:delete_rows", resume=True, rows="--rows")
 def delete(job: Job) -> Iterator[str]:
     """Delete rows of INDEX.
 
@@ -112,17 +105,15 @@ def edit(
         index,
         row_ids,
         columns,
-        resume=index,
+        resume=True,
         where=" or ".join(filters) or None,
         unset=unset,
         similar_names=new_column,
     )
-    if not result.values:
-        note("no row has other values; nothing was changed")
     print_result(result)
 
 
-@command("pipelines.jobs.copy:compact_index", resume="out", out="--out")
+@command("pipelines.jobs.copy:compact_index", resume=True, out="--out")
 def compact(job: Job) -> None:
     """Copy INDEX without its deleted rows to a new index.
 
@@ -133,12 +124,13 @@ def compact(job: Job) -> None:
     Run the same command again to resume a stopped compaction.
 
     \b
-    Example:
+    Examples:
+      edje-index compact photos.edje
       edje-index compact photos.edje --out dense.edje
     """
 
 
-@command("pipelines.jobs.copy:merge_indexes", resume="out", out="--out")
+@command("pipelines.jobs.copy:merge_indexes", resume=True, out="--out")
 def merge(job: Job) -> None:
     """Copy several indexes of the same model into one new index.
 
@@ -158,7 +150,7 @@ def merge(job: Job) -> None:
 
 @command(
     "pipelines.jobs.copy:copy_index",
-    resume="out",
+    resume=True,
     rows="--rows",
     snapshot=None,
 )
@@ -268,8 +260,8 @@ def upgrade(job: Job) -> Iterator[str]:
     can read it.
 
     The tables of rows are written anew. Tokens and embeddings stay as they are, and
-    earlier snapshots are kept. An interrupted change is discarded. Any change of INDEX
-    upgrades it, too. Run the same command again to finish an interrupted upgrade.
+    earlier snapshots are kept. An interrupted change is discarded. Run the same command
+    again to finish an interrupted upgrade.
 
     \b
     Example:
@@ -297,10 +289,7 @@ def verify(index: IndexLocation) -> int:
     """
     from storage_formats.verify import verify_index
 
-    def check(on_progress: OnProgress) -> list[Problem]:
-        return verify_index(index, partial(on_progress, "verifying"))
-
-    problems = run_job(check)
+    problems = run_job(verify_index, index)
     listed = [asdict(problem) for problem in problems]
     value = {"index": str(index), "sound": not problems, "problems": listed}
     lines = [f"{problem.path}: {problem.message}" for problem in problems]
@@ -340,9 +329,9 @@ def build_ann(index: IndexLocation, *, ann: str = "auto", recall: float = 0.95) 
     """
     from edje_index.indexing.faiss_build import AnnRequest
     from pipelines.jobs.ann import add_ann
-    from pipelines.jobs.plan import usable_memory
+    from storage_formats.cgroups import available_memory
 
-    request = AnnRequest(ann, recall, usable_memory(None))
+    request = AnnRequest(ann, recall, available_memory())
     built = run_job(add_ann, index, request).ann
     print_result({"index": str(index), **built})
     measured = built.get("recall")
@@ -358,7 +347,7 @@ ann.add_command(build_ann)
 
 @command(
     "pipelines.jobs.quantize:quantize_index",
-    resume="index",
+    resume=True,
     to="--to",
     source="--from",
 )
@@ -377,5 +366,3 @@ def quantize(job: Job) -> None:
       edje-index quantize photos.edje --to fp8 --to nvfp4
       edje-index quantize photos.edje --to fp8 --drop bf16
     """
-    if not (job.given["to"] or job.given["drop"]):
-        raise UsageError("nothing to do: give --to or --drop")

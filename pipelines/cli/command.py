@@ -126,7 +126,7 @@ class Job:
         exit_code: exit code of the command.
     """
 
-    def __init__(self, target: str, resume: str, given: dict[str, Any]) -> None:
+    def __init__(self, target: str, given: dict[str, Any], *, resume: bool) -> None:
         self.given = given
         self.result: Any = None
         self.exit_code = 0
@@ -138,10 +138,9 @@ class Job:
         result.
         """
         module, _, name = self._target.partition(":")
-        resumed = filter(None, map(self.given.get, self._resume.split()))
         self.result = run_job(
             getattr(importlib.import_module(module), name),
-            resume=next(resumed, False),
+            resume=self._resume,
             **{**self.given, **changes},
         )
         return self.result
@@ -151,7 +150,7 @@ def command(
     target: str = "",
     *,
     name: str | None = None,
-    resume: str = "",
+    resume: bool = False,
     **flags: str | None,
 ) -> Callable[[Callable[..., Any]], click.Command]:
     """Return a decorator that makes a command of a function, whose docstring is the
@@ -165,8 +164,7 @@ def command(
             is empty, the decorated function does everything itself, and may return an
             exit code.
         name: name of the command. None selects the name of the decorated function.
-        resume: names of parameters. The first that has a value is passed to
-            `run_job` as `resume`.
+        resume: True if the same command resumes a stopped job.
         flags: for each parameter whose option does not have its name, the option; None
             for a parameter that the command does not have. Parameters that are not
             keyword-only are arguments, unless an option is given for them.
@@ -179,7 +177,7 @@ def command(
                 return function(**given)
             names = inspect.signature(function).parameters
             own = {name: given.pop(name) for name in names if name in given}
-            job = Job(target, resume, given)
+            job = Job(target, given, resume=resume)
             lines = list(function(job, **own) or ())
             if job.result is None:
                 job.run()

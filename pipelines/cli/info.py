@@ -60,6 +60,7 @@ def describe_index(root: Path | str) -> Json:
     """
     from collections import Counter
     from dataclasses import asdict
+    from itertools import chain
 
     from edje_index.indexing.faiss_index import rebuild_reasons
     from pipelines.jobs.plan import Plan
@@ -84,7 +85,9 @@ def describe_index(root: Path | str) -> Json:
     manifest = index.manifest
     counts = manifest.counts
     bytes_by_folder: Counter[str] = Counter()
-    for file in (*(file for _, file in index.shard_files()), *manifest.ann_files):
+    by_shard = index.shard_files().values()
+    of_shards = chain.from_iterable(files.values() for files in by_shard)
+    for file in chain(of_shards, manifest.ann_files):
         bytes_by_folder[file.path.rpartition("/")[0]] += file.bytes
     # The number of values is None for the standard columns.
     columns = [

@@ -21,8 +21,6 @@ import click
 from pipelines.progress.events import INTERRUPTED, JobStopped
 from pipelines.progress.wording import describe, printable
 from storage_formats.errors import EdjeError
-from storage_formats.format.layout import Layout
-from storage_formats.remote.urls import IndexLocation
 
 _Result = TypeVar("_Result")
 LOG_KEY = "pipelines.cli.log"
@@ -154,7 +152,7 @@ def this_command() -> str:
 def run_job(
     job: Callable[..., _Result],
     *arguments: Any,
-    resume: IndexLocation | bool = False,
+    resume: bool = False,
     **options: Any,
 ) -> _Result:
     """Call `job`, show its progress, and return its result.
@@ -167,9 +165,7 @@ def run_job(
     contains the command that resumes it.
 
     Args:
-        resume: whether the same command can resume a stopped job. For a job that
-            changes an index, `resume` is the path or URL of the index. If it is a path,
-            the job can be resumed only if the index has a journal when the job stops.
+        resume: True if the same command resumes a stopped job.
     """
     from pipelines.progress.display import Display, log_file
     from pipelines.progress.events import (
@@ -181,8 +177,8 @@ def run_job(
     )
 
     context = click.get_current_context(silent=True)
-    log: Path | None = None if context is None else context.meta.get(LOG_KEY)
-    display = Display(sys.stderr, quiet=is_given(QUIET))
+    # Without the option --log, the log is written to /dev/null.
+    path = None if context is None else context.meta.get(LOG_KEY)
     names = inspect.signature(job).parameters
     stops = not {"should_stop", "on_progress"}.isdisjoint(names)
     try:
@@ -193,9 +189,9 @@ def run_job(
             (
                 stop_on_signals() if stops else contextlib.nullcontext(never)
             ) as should_stop,
-            display.bar,
-            contextlib.nullcontext() if log is None else log_file(log, this_command()),
+            log_file(path or Path(os.devnull), this_command()) as log,
         ):
+            display = Display(sys.stderr, log, quiet=is_given(QUIET))
             stopping = stop_at_events(display, should_stop, "stopped before the end")
             callbacks = {
                 "on_event": display,
@@ -204,10 +200,9 @@ def run_job(
                 "say": lambda text: display(StatusMessage(text)),
             }
             options |= {name: callbacks[name] for name in callbacks if name in names}
-            return job(*arguments, **options)
+            with display.bar:
+                return job(*arguments, **options)
     except (JobStopped, KeyboardInterrupt) as error:
-        if isinstance(resume, Path):
-            resume = Layout(resume).journal.exists()
         if not resume:
             raise
         stopped = JobStopped(

@@ -278,19 +278,19 @@ def _print_hits(
     measure = "cosine" if hits[0].relevance is None else "relevance"
     print_line(f"{measure:>9} {named}")
     for hit in hits:
-        if marks_weak and hit.relevance is not None and hit.relevance < WEAK_RELEVANCE:
+        value = hit.embedding_score if hit.relevance is None else hit.relevance
+        if marks_weak and value < WEAK_RELEVANCE:
             # The separator goes to standard error, because programs that read standard
             # output expect one line per hit.
             note("--------- weak matches from here")
             marks_weak = False
-        value = hit.embedding_score if hit.relevance is None else hit.relevance
-        parts = [f"{value:>9.3f}"]
         if isinstance(hit, TextHit):
-            parts.append(hit.text)
+            line = hit.text
         else:
-            parts[0] += f" {hit.row_id:>9}"
-            parts += [hit.uri, hit.described()]
-        print_line("  ".join(filter(None, parts)))
+            line = f"{hit.row_id:>8}  {hit.uri}"
+            if description := hit.described():
+                line += f"  {description}"
+        print_line(f"{value:>9.3f}  {line}")
 
 
 @command("edje_index.evaluation.explain:explain_index")

@@ -73,8 +73,6 @@ def serve(
             source = click.get_current_context().get_parameter_source(name)
             if source is click.core.ParameterSource.COMMANDLINE:
                 raise UsageError("no effect with --mcp: leave it out", parameter=name)
-        if _KEYS_VARIABLE in os.environ:
-            note(f"note: {_KEYS_VARIABLE} has no effect with --mcp")
         with name_missing_extra("mcp"):
             from edje_index.search.token_index import TokenIndex
             from pipelines.service.mcp import mcp_server
@@ -157,9 +155,9 @@ def show(folder: Path, *, model: str | None = None) -> None:
         model = model or DEMO
     bundle = None if model is None else find_model(model, note)
     if is_built:
-        run_job(update_index, root, model=bundle, engine="inline", resume=root)
+        run_job(update_index, root, model=bundle, engine="inline", resume=True)
     else:
-        run_job(build_index, folder, root, str(bundle), engine="inline", resume=root)
+        run_job(build_index, folder, root, str(bundle), engine="inline", resume=True)
     with listen("127.0.0.1", 0) as listener:
         print_line(address_of(listener))
         note("opening the page at this address; Ctrl-C ends it")

@@ -6,7 +6,6 @@ worker.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import os
@@ -14,20 +13,13 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import Any
 
 from pipelines.collector import paused_collector
 from pipelines.progress.events import OnEvent, ShouldStop
 from storage_formats.errors import EdjeError, TaskInterrupted
-from storage_formats.threads import usable_cpus
-
-CLUSTER = "edje-index"
-"""Ray namespace of the processes that join a Ray cluster for a job, and of their
-workers. A local Ray has another namespace.
-"""
 
 _POLL_SECONDS = 0.2
 
@@ -54,18 +46,10 @@ class TaskFailedError(EdjeError):
     the task.
     """
 
-    def __init__(
-        self,
-        message: str,
-        task: Task,
-    ) -> None:
-        # Unpickling calls the class with the `args` of the exception. So they must be
-        # all arguments of this method.
-        super().__init__(message, task)
+    # Unpickling calls the class with the message only, and then sets `task`.
+    def __init__(self, message: str, task: Task = None) -> None:
+        super().__init__(message)
         self.task = task
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 Engine = Callable[..., Generator[Any, None, None]]
@@ -74,32 +58,20 @@ arguments of `run_inline`.
 """
 
 
-def open_engine(
-    name: str,
-    workers: int | None,
-    *,
-    cpus: int = 1,
-    gpus: float = 0,
-    address: str | None = None,
-    lock: Path | None = None,
-) -> Engine:
+def open_engine(name: str, workers: int | None, **of_ray: Any) -> Engine:
     """Return an execution engine.
 
     Args:
-        name: "inline", "threads" or "ray".
-        workers: number of threads or of Ray workers. The engine inline has one worker.
-        cpus, gpus, address, lock: see `ray_engine.run_on_ray`. The other engines do not
-            use these arguments.
+        name: "inline" or "ray".
+        workers: number of threads or of Ray workers.
+        of_ray: `cpus`, `gpus`, `address` and `lock`, see `ray_engine.run_on_ray`. The
+            engine inline does not use these arguments.
     """
     if name == "inline":
-        return run_inline
-    if name == "threads":
-        return functools.partial(run_on_threads, threads=workers)
+        return functools.partial(run_inline, threads=workers or 1)
     from pipelines.engines.ray_engine import run_on_ray
 
-    return functools.partial(
-        run_on_ray, workers=workers, cpus=cpus, gpus=gpus, address=address, lock=lock
-    )
+    return functools.partial(run_on_ray, workers=workers, **of_ray)
 
 
 def run_inline(
@@ -109,58 +81,31 @@ def run_inline(
     on_progress: OnProgress,
     on_event: OnEvent,
     should_stop: ShouldStop,
+    threads: int = 1,
 ) -> Generator[Any, None, None]:
-    """Run every task in the calling thread, and yield the results.
+    """Run every task in a thread of this process, and yield the results.
 
-    All engines have the following arguments. They yield the results in the order in
-    which the tasks end. Once `should_stop()` returns True, an engine tells the running
-    tasks to stop, and the generator ends.
+    All engines have the following arguments, apart from `threads`. They yield the
+    results in the order in which the tasks end. Once `should_stop()` returns True, an
+    engine stops the running tasks, and the generator ends.
 
     Args:
-        make_worker: called once in each worker process; returns the worker.
+        make_worker: called once in each worker process; returns the worker. The threads
+            share one worker, which must be thread-safe if there are several.
         tasks: tasks to run. Each is passed to a worker.
-        on_progress: called in the calling process with the latest progress of each
+        on_progress: called in the calling thread with the latest progress of each
             worker.
         on_event: called with messages about the machines that run the tasks.
         should_stop: returns True to stop. An engine calls this function often, so the
-            function must be fast.
+            function must be fast. This engine calls it in its threads.
+        threads: number of threads.
 
     Raises:
         EngineUnavailableError: the engine cannot start.
         TaskFailedError: a task failed. No further task runs.
         EdjeError: a worker cannot be built, or the engine failed during the run.
     """
-    worker: Worker | None = None
-    with contextlib.ExitStack() as stack, contextlib.suppress(TaskInterrupted):
-        for task in tasks:
-            if should_stop():
-                return
-            if worker is None:
-                worker = build_worker(make_worker)
-                stack.callback(close_worker, worker)
-            yield run_task(worker, task, on_progress, should_stop)
-
-
-def run_on_threads(
-    make_worker: WorkerFactory,
-    tasks: Iterable[Task],
-    *,
-    on_progress: OnProgress,
-    on_event: OnEvent,
-    should_stop: ShouldStop,
-    threads: int | None = None,
-) -> Generator[Any, None, None]:
-    """Run every task in a thread of this process, and yield the results. See
-    `run_inline` for the other arguments and the errors.
-
-    Args:
-        make_worker: called once; returns the worker that all threads share. The worker
-            must be thread-safe.
-        should_stop: as for `run_inline`, but it must also be thread-safe.
-        threads: number of threads; None is the number of CPUs.
-    """
     worker = build_worker(make_worker)
-    count = threads or usable_cpus()
     reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
     ended = threading.Event()
 
@@ -174,14 +119,13 @@ def run_on_threads(
 
     remaining = iter(tasks)
     running: set[Future[Any]] = set()
-    pool = ThreadPoolExecutor(count, "edje-task")
+    pool = ThreadPoolExecutor(threads, "edje-task")
     waits = True
     try:
         while True:
             # Submit up to two tasks per thread, so that a thread that has ended a task
             # finds the next one.
-            room = 2 * count - len(running)
-            new = itertools.islice(remaining, room)
+            new = itertools.islice(remaining, 2 * threads - len(running))
             running.update(pool.submit(run, task) for task in new)
             if not running:
                 return
@@ -254,37 +198,13 @@ def machine_gpus() -> int:
     return max(1, int(next(resources).get("GPU", 1)))
 
 
-def count_metrics(values: Mapping[str, float]) -> None:
-    """Add `values`, by name, to the counters that Ray exports for Prometheus. Outside a
-    Ray cluster, do nothing.
-    """
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
-        return
-    # A local Ray has another namespace.
-    if ray.get_runtime_context().namespace == CLUSTER:
-        for name, value in values.items():
-            if value > 0:
-                _counter(f"edje_{name}").inc(value)
-
-
-@functools.cache
-def _counter(name: str) -> Any:
-    from ray.util.metrics import Counter
-
-    return Counter(name, "edje-index: sum over finished shards")
-
-
 def describe_error(error: BaseException) -> str:
     """Return a description of `error` in one line, for a message to the user."""
     if isinstance(error, EdjeError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
-        where = "".join(
-            f" {os.fsdecode(name)}"
-            for name in (error.filename,)
-            if isinstance(name, str | bytes)
-        )
-        return f"{error.strerror}:{where}" if where else error.strerror
+        if isinstance(error.filename, str | bytes):
+            return f"{error.strerror}: {os.fsdecode(error.filename)}"
+        return error.strerror
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -36,15 +36,14 @@ from collections.abc import (
     Generator,
     Iterable,
     Iterator,
-    Mapping,
     Sequence,
 )
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pipelines
 from pipelines.engines.base import (
-    CLUSTER,
     EngineUnavailableError,
     OnProgress,
     Task,
@@ -56,9 +55,9 @@ from pipelines.engines.base import (
     run_task,
 )
 from pipelines.environment import cuda_devices
-from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
+from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage, never
 from pipelines.progress.wording import counted, duration
-from storage_formats.errors import EdjeError, TaskInterrupted, UsageError
+from storage_formats.errors import EdjeError, UsageError
 from storage_formats.launch import are_packages_hidden
 
 ATTEMPTS = 3
@@ -84,10 +83,9 @@ _QUESTIONS_PER_SECOND = 200
 _MAX_FAILED_STARTS = 20
 # If no task runs for this time, the engine reports that it waits.
 _BUSY_SECONDS = 15.0
-# number of units in which Ray counts a CPU or GPU
-_RAY_UNITS = 10_000
+# Ray counts resources in units of 0.0001.
+_ROUNDING = 1e-4
 _REFRESH_SECONDS = 2.0
-_STOP_GRACE_SECONDS = 60.0
 _PROBE_SECONDS = 5.0
 
 _ENVIRONMENT = {
@@ -144,25 +142,96 @@ def run_on_ray(
             _worker_at, lock, lock.read_bytes(), make_worker
         )
     with connected_ray(address, workers=workers or 1, cpus=cpus, gpus=gpus) as cluster:
-        # An actor has two threads: one runs a task, the other answers `exchange`.
-        settings = {"num_cpus": cpus, "num_gpus": gpus, "max_concurrency": 2}
-        actor_class = cluster.ray.remote(**settings)(EdjeWorker)
-        run = _Run(
-            cluster,
-            functools.partial(actor_class.remote, make_worker),
-            deque((task, 0) for task in tasks),
-            on_progress=on_progress,
-            on_event=on_event,
-        )
-        yield from run.results(workers, should_stop)
+        ray = cluster.ray
+
+        def warn(text: str) -> None:
+            on_event(StatusMessage(text, is_warning=True))
+
+        # An actor has two threads: one runs a task, the other answers `progress`.
+        remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_concurrency=2)
+        actor_class = remote(EdjeWorker)
+        # tasks that no actor runs, each with its number of attempts
+        waiting = deque((task, 0) for task in tasks)
+        # what each actor does, by Ray's reference to the answer of the actor
+        jobs: dict[Any, _Job] = {}
+        # number of actors that died before they started, since an actor last started
+        failed_starts = 0
+        waits_since = asked_at = time.monotonic()
+        # The end of the connection ends all actors, also those that no task needs.
+        while waiting or any(job.attempt for job in jobs.values()):
+            if should_stop():
+                return
+            cluster.refresh(on_event)
+            # Ray places new actors as soon as there is room. Without a number of
+            # workers, as many start at a time as run already, so that few wait.
+            running = sum(job.attempt > 0 for job in jobs.values())
+            limit = min(workers or max(1, 2 * running), running + len(waiting))
+            for _ in range(len(jobs), limit):
+                actor = actor_class.remote(make_worker)
+                jobs[actor.node.remote()] = _Job(actor)
+            if running:
+                waits_since = time.monotonic()
+            elif time.monotonic() - waits_since > _BUSY_SECONDS:
+                waits_since = float("inf")
+                warn("waiting for free CPUs and GPUs in the Ray cluster")
+            # Ask rarely enough that this process is idle most of the time.
+            pause = max(_POLL_SECONDS, len(jobs) / _QUESTIONS_PER_SECOND)
+            if time.monotonic() - asked_at >= pause:
+                asked_at = time.monotonic()
+                for job in jobs.values():
+                    _ask(cluster, job, pause, on_progress, warn)
+            for answer in ray.wait([*jobs], timeout=_POLL_SECONDS)[0]:
+                job = jobs.pop(answer)
+                place = cluster.place(job.node)
+                try:
+                    result = ray.get(answer)
+                except ray.exceptions.RayTaskError as error:
+                    # A task and the start of a worker raise EdjeErrors. Another error
+                    # comes from Ray, for example because a result cannot be pickled.
+                    if isinstance(error.cause, EdjeError) and not place:
+                        raise error.cause from error
+                    message = f"{describe_error(error.cause or error)}{place}"
+                    raise TaskFailedError(message, job.task) from error
+                except ray.exceptions.RayError as error:
+                    if not job.attempt:
+                        # The actor died while it started, perhaps on a lost node that
+                        # Ray has not noticed yet.
+                        failed_starts += 1
+                        if failed_starts == _MAX_FAILED_STARTS:
+                            raise EdjeError(
+                                "worker processes die while they start:"
+                                f" {describe_error(error)}"
+                            ) from error
+                        continue
+                    if job.attempt == ATTEMPTS:
+                        raise TaskFailedError(
+                            f"{ATTEMPTS} worker processes died (killed, out of memory,"
+                            " or a crash in native code) or made no progress for"
+                            f" {duration(STALL_SECONDS)} while running this task",
+                            job.task,
+                        ) from error
+                    warn(
+                        f"a worker died{place}; its task runs again (attempt"
+                        f" {job.attempt + 1} of {ATTEMPTS})"
+                    )
+                    waiting.appendleft((job.task, job.attempt))
+                    continue
+                if job.attempt:
+                    yield result
+                else:
+                    job.node = result
+                    failed_starts = 0
+                if waiting:
+                    task, attempts = waiting.popleft()
+                    answer = job.actor.run.remote(task)
+                    jobs[answer] = _Job(job.actor, task, attempts + 1, job.node)
+                else:
+                    ray.kill(job.actor)
 
 
 def _worker_at(lock: Path, content: bytes, make_worker: WorkerFactory) -> Worker:
     """Return a worker, if this machine sees the file `lock` with `content`."""
-    seen = None
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        seen = lock.read_bytes()
-    if seen != content:
+    if not lock.exists() or lock.read_bytes() != content:
         raise EdjeError(
             f"the machine {socket.gethostname()} does not see the index directory"
             f" {lock.parents[1]} of this job; put the index into a directory that all"
@@ -180,7 +249,6 @@ class EdjeWorker:
         self._make_worker = make_worker
         self._worker: Worker | None = None
         self._progress: Any = None
-        self._stop = threading.Event()
 
     def node(self) -> str:
         """Return the id of the node of this actor. Ray answers this call once the actor
@@ -190,9 +258,8 @@ class EdjeWorker:
 
         return str(ray.get_runtime_context().get_node_id())
 
-    def run(self, task: Task) -> list[Any]:
-        """Run `task`. Return a list with its result, or an empty list if the task was
-        stopped.
+    def run(self, task: Task) -> Any:
+        """Run `task`, and return its result.
 
         Raises:
             TaskFailedError: the task failed.
@@ -201,16 +268,10 @@ class EdjeWorker:
         if self._worker is None:
             self._worker = build_worker(self._make_worker)
         self._progress = None
-        with contextlib.suppress(TaskInterrupted):
-            return [run_task(self._worker, task, self._report, self._stop.is_set)]
-        return []
+        return run_task(self._worker, task, self._report, never)
 
-    def exchange(self, stop: bool) -> Any:
-        """Return the latest progress of the running task, or None if it has reported
-        none. If `stop` is True, tell the task to stop.
-        """
-        if stop:
-            self._stop.set()
+    def progress(self) -> Any:
+        """Return the latest progress of the task; None if it has reported none."""
         return self._progress
 
     def _report(self, progress: Any) -> None:
@@ -240,171 +301,37 @@ class _Job:
     stalled_seconds: float = 0.0
 
 
-@dataclasses.dataclass
-class _Run:
-    """A run of tasks on a pool of actors. An actor lives while tasks wait.
+def _ask(
+    cluster: RayCluster,
+    job: _Job,
+    seconds: float,
+    on_progress: OnProgress,
+    warn: Callable[[str], None],
+) -> None:
+    """Request the progress of a job, and report the answer to the earlier request. Kill
+    the actor if its task made no progress for too long.
 
-    Attributes:
-        make_actor: function that starts an actor `EdjeWorker`.
-        waiting: tasks that no actor runs, each with its number of attempts.
-        jobs: what each actor does, by Ray's reference to the result that the actor will
-            return.
-        waits_since: value of `time.monotonic` since which no task runs.
-        failed_starts: number of actors that died before they started, since an actor
-            last started.
-        stopping: True once `should_stop()` has returned True.
+    Args:
+        seconds: least time since the last call.
     """
-
-    cluster: RayCluster
-    make_actor: Callable[[], Any]
-    waiting: deque[tuple[Task, int]]
-    on_progress: OnProgress
-    on_event: OnEvent
-    jobs: dict[Any, _Job] = dataclasses.field(default_factory=dict)
-    waits_since: float = dataclasses.field(default_factory=time.monotonic)
-    failed_starts: int = 0
-    stopping: bool = False
-
-    def results(
-        self,
-        workers: int | None,
-        should_stop: ShouldStop,
-    ) -> Generator[Any, None, None]:
-        """Run all tasks on at most `workers` actors, and yield the results."""
-        ray = self.cluster.ray
-        deadline = float("inf")
-        asked_at = time.monotonic()
-        while (self.waiting or self.jobs) and time.monotonic() < deadline:
-            if not self.stopping and should_stop():
-                self.stopping = True
-                deadline = time.monotonic() + _STOP_GRACE_SECONDS
-            if self.stopping:
-                self.waiting.clear()
-            try:
-                self.cluster.refresh(self.on_event)
-            except EdjeError:
-                # Ctrl-C is a signal to the whole process group, so it may end the local
-                # Ray, too. If a stop was requested, this is no error.
-                if should_stop():
-                    return
-                raise
-            self._adjust_actors(workers)
-            if self.jobs:
-                ray.wait([*self.jobs], timeout=_POLL_SECONDS)
-                count = len(self.jobs)
-                for answer in ray.wait([*self.jobs], num_returns=count, timeout=0)[0]:
-                    yield from self._take(answer)
-            # Ask rarely enough that this process is idle most of the time.
-            pause = max(_POLL_SECONDS, len(self.jobs) / _QUESTIONS_PER_SECOND)
-            if time.monotonic() - asked_at >= pause:
-                asked_at = time.monotonic()
-                self._ask(pause)
-
-    def _adjust_actors(self, workers: int | None) -> None:
-        """Start actors for waiting tasks, which Ray places as soon as there is room.
-        Kill starting actors for which no task waits.
-
-        Without a number of workers, as many actors start at a time as run already, so
-        that few actors wait for room.
-        """
-        starting = [answer for answer, job in self.jobs.items() if not job.attempt]
-        running = len(self.jobs) - len(starting)
-        limit = workers - running if workers else max(1, running)
-        wanted = min(limit, len(self.waiting))
-        for answer in starting[wanted:]:
-            self.cluster.ray.kill(self.jobs.pop(answer).actor)
-        for _ in range(wanted - len(starting)):
-            actor = self.make_actor()
-            self.jobs[actor.node.remote()] = _Job(actor)
-        if running:
-            self.waits_since = time.monotonic()
-        elif time.monotonic() - self.waits_since > _BUSY_SECONDS:
-            self.waits_since = float("inf")
-            self._warn("waiting for free CPUs and GPUs in the Ray cluster")
-
-    def _take(self, answer: Any) -> Generator[Any, None, None]:
-        """Handle the answer of an actor: yield the result of its task, if there is one,
-        and give the actor the next task. An actor that is not needed is killed.
-        """
-        ray = self.cluster.ray
-        job = self.jobs.pop(answer)
-        place = self.cluster.place(job.node)
-        try:
-            if job.attempt:
-                yield from ray.get(answer)
-            else:
-                job.node = ray.get(answer)
-                self.failed_starts = 0
-        except ray.exceptions.RayTaskError as error:
-            # A task and the start of a worker raise EdjeErrors. Another error comes
-            # from Ray, for example because the result of the task cannot be pickled.
-            if isinstance(error.cause, EdjeError) and not place:
-                raise error.cause from error
-            message = f"{describe_error(error.cause or error)}{place}"
-            raise TaskFailedError(message, job.task) from error
-        except ray.exceptions.RayError as error:
-            if not job.attempt:
-                # The actor died while it started, perhaps on a lost node that Ray has
-                # not noticed yet.
-                self.failed_starts += 1
-                if self.failed_starts == _MAX_FAILED_STARTS:
-                    raise EdjeError(
-                        f"worker processes die while they start:"
-                        f" {describe_error(error)}"
-                    ) from error
-                return
-            if job.attempt == ATTEMPTS:
-                raise TaskFailedError(
-                    f"{ATTEMPTS} worker processes died (killed, out of memory, or a"
-                    " crash in native code) or made no progress for"
-                    f" {duration(STALL_SECONDS)} while running this task",
-                    job.task,
-                ) from error
-            self._warn(
-                f"a worker died{place}; its task runs again (attempt"
-                f" {job.attempt + 1} of {ATTEMPTS})"
-            )
-            self.waiting.appendleft((job.task, job.attempt))
-            return
-        if not self.waiting:
-            ray.kill(job.actor)
-            return
-        task, attempts = self.waiting.popleft()
-        answer = job.actor.run.remote(task)
-        self.jobs[answer] = _Job(job.actor, task, attempts + 1, job.node)
-
-    def _ask(self, seconds: float) -> None:
-        """Request the progress of all running tasks, and handle the answers to earlier
-        requests. Kill an actor whose task made no progress for too long.
-
-        Args:
-            seconds: least time since the last call.
-        """
-        ray = self.cluster.ray
-        for job in filter(lambda job: job.attempt, self.jobs.values()):
-            job.stalled_seconds += seconds
-            if job.question and ray.wait([job.question], timeout=0)[0]:
-                # If the actor has died, ignore the error here: `_take` gets it, too, as
-                # the answer to the task.
-                with contextlib.suppress(ray.exceptions.RayError):
-                    progress = ray.get(job.question)
-                    if progress not in (None, job.progress):
-                        job.progress = progress
-                        job.stalled_seconds = 0.0
-                        self.on_progress(progress)
-                job.question = None
-            if job.question is None:
-                job.question = job.actor.exchange.remote(self.stopping)
-            if job.stalled_seconds > STALL_SECONDS:
+    ray = cluster.ray
+    job.stalled_seconds += seconds if job.attempt else 0
+    if job.question is None or ray.wait([job.question], timeout=0)[0]:
+        # If the actor has died, the answer to its task says so, too.
+        with contextlib.suppress(ray.exceptions.RayError):
+            progress = job.question and ray.get(job.question)
+            if progress not in (None, job.progress):
+                job.progress = progress
                 job.stalled_seconds = 0.0
-                self._warn(
-                    f"a worker made no progress for {duration(STALL_SECONDS)}"
-                    f"{self.cluster.place(job.node)}"
-                )
-                ray.kill(job.actor)
-
-    def _warn(self, text: str) -> None:
-        self.on_event(StatusMessage(text, is_warning=True))
+                on_progress(progress)
+        job.question = job.actor.progress.remote()
+    if job.stalled_seconds > STALL_SECONDS:
+        job.stalled_seconds = 0.0
+        warn(
+            f"a worker made no progress for {duration(STALL_SECONDS)}"
+            f"{cluster.place(job.node)}"
+        )
+        ray.kill(job.actor)
 
 
 @dataclasses.dataclass
@@ -448,8 +375,15 @@ class RayCluster:
     def room(self) -> int:
         """Number of workers for which the nodes have room if they do nothing else."""
         needs = {"CPU": self.cpus, "GPU": self.gpus}
+        # A division of floats would find room for only four workers with 0.2 GPUs each
+        # on a GPU.
         return sum(
-            workers_of(node["Resources"], needs) for node in self._nodes.values()
+            min(
+                int(node["Resources"].get(name, 0) / need + _ROUNDING)
+                for name, need in needs.items()
+                if need
+            )
+            for node in self._nodes.values()
         )
 
     def place(self, node_id: str) -> str:
@@ -473,15 +407,10 @@ class RayCluster:
         import psutil
 
         for daemon in self.daemons:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                name = daemon.name()
-                if (
-                    name in ("raylet", "gcs_server")
-                    and daemon.status() == psutil.STATUS_ZOMBIE
-                ):
-                    raise EdjeError(
-                        f"Ray ended during the run: its {name} process is gone"
-                    )
+            if daemon.status() == psutil.STATUS_ZOMBIE:
+                raise EdjeError(
+                    f"Ray ended during the run: its {daemon.name()} process is gone"
+                )
         if self.daemons or time.monotonic() - self._read_at < _REFRESH_SECONDS:
             return
         before = self._nodes
@@ -503,19 +432,6 @@ class RayCluster:
                 f" only {self.room} of {counted(self.min_workers, 'worker')}; add"
                 " nodes to the cluster"
             )
-
-
-def workers_of(resources: Mapping[str, float], needs: Mapping[str, float]) -> int:
-    """Return the number of workers that fit into `resources` if each worker needs
-    `needs`. Both map names of resources to amounts.
-    """
-    # Ray counts in units of 0.0001. A division of floats would find room for only four
-    # workers with 0.2 GPUs each on a GPU.
-    return min(
-        round(resources.get(name, 0) * _RAY_UNITS) // round(need * _RAY_UNITS)
-        for name, need in needs.items()
-        if need
-    )
 
 
 @contextlib.contextmanager
@@ -540,10 +456,11 @@ def connected_ray(
     check_ray(address)
     settings = (cpus, gpus, min_workers)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_environment({**_ENVIRONMENT, **os.environ}))
+        # `patch.dict` restores the environment at the end.
+        stack.enter_context(patch.dict(os.environ, {**_ENVIRONMENT, **os.environ}))
         if address is not None:
             try:
-                ray = _initialize(stack, address=address, namespace=CLUSTER)
+                ray = _initialize(stack, address=address)
             except Exception as error:
                 raise _cannot_join(address, error) from error
             yield RayCluster(ray, *settings)
@@ -564,7 +481,7 @@ def connected_ray(
             filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
         )
         values = {"RAY_AUTH_TOKEN": _TOKEN, "RAY_TMPDIR": folder, "PYTHONPATH": path}
-        stack.enter_context(_environment(_PRIVATE_ENVIRONMENT | values))
+        stack.enter_context(patch.dict(os.environ, _PRIVATE_ENVIRONMENT | values))
         try:
             ray = _initialize(
                 stack,
@@ -587,7 +504,7 @@ def connected_ray(
         daemons = [
             child
             for child in psutil.Process().children()
-            if folder in str(child.as_dict(["cmdline"]))
+            if child.name() in ("raylet", "gcs_server")
         ]
         yield RayCluster(ray, *settings, daemons)
 
@@ -683,15 +600,3 @@ def _initialize(stack: contextlib.ExitStack, **options: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)
     return ray
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name in values.keys() - before.keys():
-            os.environ.pop(name)
-        os.environ.update(before)

@@ -12,7 +12,6 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipelines.engines.base import EngineUnavailableError, describe_error
@@ -64,13 +63,10 @@ def train_on_ray(
 
     run = task.config.run
     run_dir = run.folder
-    workers = run.workers
     cpus = run.threads or 1
     device = run.device
     if device == "auto":
         device = best_device(run.address)
-        chosen = run.model_copy(update={"device": device})
-        task = replace(task, config=task.config.model_copy(update={"run": chosen}))
     gpus = int(device == "cuda")
     stop_file = run_dir / _STOP_FILE
     stop_file.unlink(missing_ok=True)
@@ -79,10 +75,10 @@ def train_on_ray(
     try:
         with connected_ray(
             run.address,
-            workers=workers,
+            workers=run.workers,
             cpus=cpus,
             gpus=gpus,
-            min_workers=workers,
+            min_workers=run.workers,
         ) as cluster:
             fit.start()
             try:
@@ -156,7 +152,7 @@ def _fit(
             scaling_config=ScalingConfig(
                 num_workers=task.config.run.workers,
                 use_gpu=gpus > 0,
-                resources_per_worker={"CPU": cpus, **({"GPU": gpus} if gpus else {})},
+                resources_per_worker={"CPU": cpus, "GPU": gpus},
             ),
             run_config=RunConfig(
                 # A new name for each run, so that Ray Train itself resumes nothing. The

@@ -24,21 +24,15 @@ from edje_index.bundles.info import (
 from edje_index.indexing.faiss_build import AnnRequest
 from edje_index.indexing.kept_batches import kept_rows
 from edje_index.progress import ShardProgress
-from pipelines.engines.base import (
-    count_metrics,
-    machine_gpus,
-    open_engine,
-)
+from pipelines.engines.base import machine_gpus, open_engine
 from pipelines.environment import cuda_devices, free_disk
 from pipelines.jobs.changing import (
-    PROCESSORS_MEMBER,
     Applied,
     Edit,
     FailedInputsError,
     ShardWork,
     apply,
-    begin_new,
-    with_processors,
+    begin,
 )
 from pipelines.jobs.plan import (
     SHARDS_PER_GPU,
@@ -54,7 +48,6 @@ from pipelines.jobs.plan import (
     refuse_differences,
     settings_of,
     store_inputs,
-    usable_memory,
     workers_memory,
 )
 from pipelines.progress.events import (
@@ -70,6 +63,7 @@ from pipelines.progress.events import (
 from pipelines.progress.wording import by_reason, counted
 from pipelines.sources import Listing, hash_and_mark_duplicates
 from storage_formats.atomic import Json
+from storage_formats.cgroups import available_memory
 from storage_formats.change import Change, finish_committed
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
@@ -82,6 +76,7 @@ from storage_formats.format.manifest import (
     index_exists,
 )
 from storage_formats.format.offset import offset_block
+from storage_formats.format.places import reading_place
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import FAILED, read_staged_rows
 from storage_formats.format.source_columns import caption_columns
@@ -98,9 +93,6 @@ from storage_formats.writing.publish import total_counts
 if TYPE_CHECKING:
     from edje_index.indexing.shard_encoding import ShardTask
     from edje_index.inputs.helpers import Helpers, Threads
-
-# endings of tables that often hold the captions of the images beside them
-_CAPTION_TABLES = (".jsonl", ".csv", ".tsv")
 
 
 @dataclass(frozen=True)
@@ -270,7 +262,6 @@ def build_index(
     frames: int | None = None,
     max_failed: float | None = None,
     address: str | None = None,
-    memory: int | None = None,
     dry_run: bool = False,
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
@@ -326,11 +317,6 @@ def build_index(
         max_failed: stop if more than this share of the images fails, 0 to 1. None
             selects 0.01, but at least 20 images.
         address: Ray cluster to join. None selects a new Ray on this machine.
-        memory: memory in bytes that the workers on this machine and the
-            nearest-neighbour index may need; None is the free memory. The number of
-            workers and the kind of nearest-neighbour index are chosen for this limit.
-            The operating system does not enforce the limit, and the tokens do not
-            depend on it.
         dry_run: show the work, and the disk space and memory that it needs, and write
             nothing.
         on_event: called with each progress event.
@@ -362,7 +348,7 @@ def build_index(
             f"{out} is also one of the sources; choose another output directory",
             parameter="out",
         )
-    execution = Execution(engine, workers, helpers, address, memory, max_failed)
+    execution = Execution(engine, workers, helpers, address, max_failed)
     info = read_bundle_info(local_path(model))
     requested: Json = {
         "sources": specs,
@@ -392,7 +378,7 @@ def build_index(
             already_finished=True,
             dry_run=dry_run,
         )
-    with begin_new(out, "build", None, on_event, dry_run=dry_run) as change:
+    with begin(out, "build", on_event=on_event, is_new=True, dry_run=dry_run) as change:
 
         def is_wanted(plan: Plan) -> bool:
             settings = BuildSettings.choose(plan.settings, **requested)
@@ -409,8 +395,7 @@ def build_index(
         offset = read_bundle_offset(info)
         failed: dict[str, int] = {}
         if plan is not None:
-            # The first run may have had another memory limit.
-            check_ann_memory(plan.spec, memory)
+            check_ann_memory(plan.spec)
         else:
             listing = Listing(settings.open_sources(), on_event, should_stop)
             refs = hash_and_mark_duplicates(listing) if dedupe else listing
@@ -450,21 +435,16 @@ def build_index(
                 ignored,
                 stored.columns(),
             )
-            check_ann_memory(spec, memory)
-            check_disk(change.layout, spec, memory)
+            check_ann_memory(spec)
+            check_disk(change.layout, spec)
             names = " and the column ".join(caption_columns(plan.columns))
-            captions = (
-                "no captions: the sources have no texts in a column captions, caption"
-                " or text"
-            )
-            tables = [suffix for suffix in _CAPTION_TABLES if suffix in ignored]
-            if tables:
-                captions += (
-                    f"; if an ignored {' or '.join(tables)} file holds them, give this"
-                    " file as the source, in place of its folder"
+            captions = f"captions are in the column {names}"
+            if not names:
+                captions = (
+                    "no captions: the sources have no texts in a column captions,"
+                    " caption or text; if a table or a .jsonl file holds them, give it"
+                    " as the source, in place of its folder"
                 )
-            if names:
-                captions = f"captions are in the column {names}"
             on_event(StatusMessage(captions))
             change.store_plan(plan.to_json())
         if dry_run:
@@ -483,10 +463,10 @@ def build_index(
                 estimate={
                     "workers": execution.workers,
                     "finished_shards": len(finished),
-                    "disk_bytes": disk_need(plan.spec, memory),
+                    "disk_bytes": disk_need(plan.spec),
                     "free_disk_bytes": free_disk(change.layout.root),
                     "memory_bytes": workers_memory(execution.workers, settings, info),
-                    "free_memory_bytes": usable_memory(memory),
+                    "free_memory_bytes": available_memory(),
                 },
             )
         edit = Edit(
@@ -495,7 +475,7 @@ def build_index(
             model=plan.model,
             settings={**asdict(plan.settings), "inputs_digest": plan.inputs_digest},
             columns=plan.columns,
-            ann=AnnRequest(memory=memory),
+            ann=AnnRequest(),
             offset=offset,
         )
         applied = apply(change, edit, on_event, should_stop)
@@ -528,8 +508,7 @@ def check_finished(
         UsageError: the model, the settings or the inputs differ.
         CorruptIndexError: a file of the index is missing or has another length.
     """
-    if not is_url(out):
-        finish_committed(out)
+    finish_committed(reading_place(out))
     index = CommittedIndex.open(out)
     stored = settings_of(out, index.manifest)
     settings = BuildSettings.choose(stored, **requested)
@@ -558,25 +537,6 @@ UNDECODED = frozenset({"unsupported-image", "unsupported-video"})
 """Reasons of failed inputs that do not count towards the limit of failures. The file
 may be sound, but this installation cannot decode its format.
 """
-
-RAW_SUFFIXES = frozenset(
-    [
-        ".3fr",
-        ".arw",
-        ".cr2",
-        ".cr3",
-        ".dng",
-        ".nef",
-        ".nrw",
-        ".orf",
-        ".pef",
-        ".raf",
-        ".raw",
-        ".rw2",
-        ".srw",
-    ]
-)
-"""Suffixes of camera raw files. The sources ignore these files."""
 
 _NAMED_FAILURES = 3
 _MAX_HELPERS = 32
@@ -608,11 +568,9 @@ def encoding(
     layout = change.layout
     settings = plan.settings
     allowed = max(ALWAYS_ALLOWED, math.floor(DEFAULT_SHARE * plan.rows))
-    limit = f"the {allowed:,} that may fail by default"
     if execution.max_failed is not None:
         # Add 1e-6 before rounding down, because 0.29 * 100 is 28.999999999999996.
         allowed = math.floor(execution.max_failed * plan.rows + 1e-6)
-        limit = f"the share of {execution.max_failed:g} that may fail"
     failed = Counter[str]()
 
     def check(receipts: Sequence[ShardReceipt]) -> None:
@@ -626,7 +584,7 @@ def encoding(
             so_far = "" if is_last else " so far"
             raise FailedInputsError(
                 f"{number:,} of {counted(done, 'input')} failed{so_far}, more than"
-                f" {limit} ({by_reason(failed)}). The first are"
+                f" the {allowed:,} that may fail ({by_reason(failed)}). The first are"
                 f" {_first_failures(layout, receipts)}. {len(receipts):,} of"
                 f" {counted(len(plan.shards), 'shard')} are finished and kept; raise"
                 " the share to index the others",
@@ -634,14 +592,12 @@ def encoding(
             )
         if not is_last:
             return
-        before = {}
-        if change.before is not None:
-            before = change.index.manifest.settings
-        several = with_processors(before, receipts).get(PROCESSORS_MEMBER, ())
-        if len(several) > 1 and several != before.get(PROCESSORS_MEMBER):
-            text = f"the last bits of the tokens differ between {' and '.join(several)}"
-            on_event(StatusMessage(text, is_warning=True))
-        if undecoded := _undecoded(layout, receipts, plan.ignored):
+        undecoded = Counter(
+            row["detail"]
+            for row in failed_rows(layout, receipts)
+            if row["reason"] in UNDECODED
+        )
+        if undecoded:
             text = (
                 f"{counted(undecoded.total(), 'file')} in a format that this"
                 f" installation does not decode: {by_reason(undecoded)}"
@@ -670,9 +626,8 @@ def encoding(
         # CPUs of its machine, see `ShardWorker`.
         cpus = 1
         if engine == "inline":
-            engine = "threads"
             workers = SHARDS_PER_GPU
-        elif engine == "ray":
+        else:
             # A Ray worker sees only the GPU that Ray assigns to it, so the device needs
             # no number.
             device = "cuda"
@@ -698,7 +653,7 @@ def encoding(
             settings,
             device,
             helpers,
-            workers if engine == "threads" and workers else 1,
+            workers if engine == "inline" and workers else 1,
             per_gpu,
         ),
         engine=open_engine(
@@ -761,31 +716,6 @@ def earlier_plan(
         # The bundle may be at another path than in the earlier run.
         plan = replace(plan, model=model_record(info))
     return plan
-
-
-def _undecoded(
-    layout: Layout,
-    receipts: Sequence[ShardReceipt],
-    ignored: Mapping[str, int],
-) -> Counter[str]:
-    """Return the number of files in formats that this installation does not decode, by
-    format.
-
-    These files are the failed inputs with a reason in `UNDECODED`, and the camera raw
-    files that `ignored` counts by suffix.
-    """
-    formats = Counter(
-        {
-            f"camera raw {suffix} (export the photos as JPEG)": ignored[suffix]
-            for suffix in RAW_SUFFIXES & ignored.keys()
-        }
-    )
-    formats.update(
-        row["detail"]
-        for row in failed_rows(layout, receipts)
-        if row["reason"] in UNDECODED
-    )
-    return formats
 
 
 def _failed_duplicates(layout: Layout, receipts: Sequence[ShardReceipt]) -> int:
@@ -887,18 +817,9 @@ class ShardWorker:
 
         pool = self._pools.get()
         try:
-            receipt = encode_shard(task, self._encoder, pool, on_progress, should_stop)
+            return encode_shard(task, self._encoder, pool, on_progress, should_stop)
         finally:
             self._pools.put(pool)
-        count_metrics(
-            {
-                "images": receipt.indexed,
-                "failed_images": sum(receipt.failed.values()),
-                "written_bytes": sum(file.bytes for file in receipt.files),
-                **{f"{name}_seconds": each for name, each in receipt.seconds.items()},
-            }
-        )
-        return receipt
 
     def close(self) -> None:
         """End the helper processes."""

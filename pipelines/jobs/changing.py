@@ -37,6 +37,7 @@ from pipelines.progress.events import (
     ShardMeter,
     ShouldStop,
     StatusMessage,
+    ignore,
     stop_at_events,
 )
 from pipelines.progress.wording import counted
@@ -51,7 +52,6 @@ from storage_formats.change import (
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.file_check import check_file, refuse
-from storage_formats.format.journal import unfinished_journal
 from storage_formats.format.layout import EMBEDDING_FILE, IndexSpec, Layout
 from storage_formats.format.manifest import (
     CommittedIndex,
@@ -61,11 +61,11 @@ from storage_formats.format.manifest import (
     created_by,
 )
 from storage_formats.format.offset import Offset, copy_offset, write_offset
-from storage_formats.format.places import Place, open_place
+from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt, fetch_written, fingerprint
 from storage_formats.format.rows import VALUE_SCHEMA, read_staged_rows
 from storage_formats.format.source_columns import SourceColumn
-from storage_formats.remote.urls import IndexLocation, is_url
+from storage_formats.remote.urls import IndexLocation
 from storage_formats.writing.publish import (
     add_counts,
     total_counts,
@@ -109,7 +109,6 @@ class ShardWork:
         close: function that closes the files that all tasks use. It is called after the
             last task, and also after an error.
         shows_failed: True to report the number of failed rows in progress events.
-        target: place that the tasks write to, see `Edit.erases`; None for the index.
         described: further attributes of the event `PlanReady`, by name.
         check: function that is called after each finished shard with all receipts so
             far. It raises FailedInputsError to end the work.
@@ -124,7 +123,6 @@ class ShardWork:
     engine: Engine = run_inline
     close: Callable[[], None] = lambda: None
     shows_failed: bool = False
-    target: Place | None = None
     described: Json = field(default_factory=dict)
     check: Callable[[Sequence[ShardReceipt]], None] = lambda receipts: None
 
@@ -202,7 +200,6 @@ class Edit:
         elif self.erases:
             # The directory must be on the device before the commit names its files.
             make_directories(layout.erased)
-            copy_offset(change.index, layout.part(layout.erased))
         if self.offset is not None and self.spec.offset is not None:
             write_offset(layout, self.offset)
 
@@ -227,19 +224,11 @@ class Edit:
         if self.needs_indexed and not total_counts(receipts).indexed:
             change.abandon()
             return before
-        changes_segments = self.spec.used_segments != before.spec.used_segments
-        changes_rows = bool(len(self.values) or len(self.deleted))
-        changes_rows |= self.removed not in (None, change.index.removed)
-        adds_snapshot = changes_segments or changes_rows or self.erases
-        keeps_shape = self.spec == before.spec and self.settings is None
-        keeps_model = self.model in (None, before.model)
-        if keeps_shape and keeps_model and not adds_snapshot and not self.ann:
-            # The edit changes nothing.
-            return before
         layout = change.layout
         index = change.index
         deleted = index.deleted.with_rows(list(self.deleted))
         ann = before.ann
+        changes_segments = self.spec.used_segments != before.spec.used_segments
         if changes_segments:
             ann = before.ann_after_append()
         if self.erases and before.ann_files:
@@ -262,7 +251,7 @@ class Edit:
         spec = self.spec
         added = [each for each in receipts if each.shard >= before.spec.shards]
         counts = add_counts(before.counts, self.counts)
-        columns = before.columns if self.columns is None else self.columns
+        columns = self.columns or before.columns
         snapshot = before.snapshot
         # The name of each file that is written here contains a hash of its content, so
         # no file of an earlier snapshot is overwritten.
@@ -272,13 +261,12 @@ class Edit:
         if self.removed is not None:
             removed = write_removed(layout, self.removed)
         origins = {**before.encoded_from, **self.encoded_from}
-        settings = before.settings if self.settings is None else self.settings
         manifest = replace(
             before,
             spec=spec,
             counts=add_counts(counts, total_counts(added)),
-            settings=with_processors(settings, receipts),
-            model=before.model if self.model is None else self.model,
+            settings=with_processors(self.settings or before.settings, receipts),
+            model=self.model or before.model,
             ann=ann,
             encoded_from={
                 name: origins[name] for name in spec.precisions if name in origins
@@ -292,13 +280,15 @@ class Edit:
                 receipts,
                 columns,
                 index,
-                self.work.target if self.work else None,
                 self.values,
             ),
         )
-        if adds_snapshot:
+        changes_rows = len(self.values) or len(self.deleted)
+        changes_removed = removed != before.removed
+        if changes_segments or changes_rows or changes_removed or self.erases:
             manifest = change.new_snapshot(manifest, self.details, is_only=self.erases)
-        change.commit(manifest)
+        if manifest != before:
+            change.commit(manifest)
         return manifest
 
     def _new_manifest(
@@ -367,64 +357,19 @@ def begin(
     kind: str,
     request: Json | None = None,
     *,
+    on_event: OnEvent = ignore,
+    is_new: bool = False,
     dry_run: bool = False,
 ) -> Iterator[Change]:
-    """Begin a change of an index, see `begin_change`.
-
-    An OSError inside the context, for example from a full disk, becomes JobStopped.
+    """Begin a change of an index, see `begin_change`, or a new index, see
+    `begin_new_index`. An OSError inside the context becomes JobStopped.
     """
-    if not dry_run:
-        upgrade_old(root)
-    with (
-        begin_change(root, kind, request, dry_run=dry_run) as change,
-        resumable(root),
-    ):
-        yield change
-
-
-def upgrade_old(root: IndexLocation) -> None:
-    """Upgrade the index in the directory `root` if it has an earlier format.
-
-    Raises:
-        UsageError: a change of the index is unfinished, which an upgrade would discard.
-    """
-    try:
-        if not is_url(root):
-            Manifest.load(root)
-    except EdjeError as error:
-        # The caller finds any other error again.
-        if error.remedy == "upgrade":
-            from storage_formats.upgrade import upgrade_index
-
-            journal = unfinished_journal(open_place(root))
-            if journal is not None:
-                raise UsageError(
-                    f"{root} has an earlier format and an unfinished '{journal.kind}',"
-                    " which an upgrade discards; finish it with the earlier version of"
-                    " edje-index, or upgrade the index",
-                    remedy="upgrade",
-                ) from error
-            upgrade_index(root)
-
-
-@contextlib.contextmanager
-def begin_new(
-    root: IndexLocation,
-    kind: str,
-    request: Json | None,
-    on_event: OnEvent,
-    *,
-    dry_run: bool = False,
-) -> Iterator[Change]:
-    """Begin to write a new index, see `begin_new_index`.
-
-    An OSError inside the context, for example from a full disk, becomes JobStopped.
-    """
-    notify = notifier(on_event)
-    with (
-        begin_new_index(root, kind, request, notify=notify, dry_run=dry_run) as change,
-        resumable(root),
-    ):
+    if is_new:
+        notify = notifier(on_event)
+        begun = begin_new_index(root, kind, request, notify=notify, dry_run=dry_run)
+    else:
+        begun = begin_change(root, kind, request, dry_run=dry_run)
+    with begun as change, resumable(root):
         yield change
 
 
@@ -471,10 +416,9 @@ def apply(
             raise JobStopped(stopped)
         return Applied(edit.commit(change, (), report))
     started = time.monotonic()
-    earlier = change.receipts(work.shards, work.fingerprint, work.target)
+    earlier = change.receipts(work.shards, work.fingerprint)
     on_event(PlanReady(work.rows, len(work.shards), len(earlier), **work.described))
-    target = work.target or change.layout
-    receipts = run_shards(work, target, earlier, on_event, should_stop)
+    receipts = run_shards(work, change.layout, earlier, on_event, should_stop)
     rows = sum(receipt.rows for receipt in receipts if receipt.shard not in earlier)
     speed = rows / (time.monotonic() - started)
     return Applied(edit.commit(change, receipts, report), receipts, earlier, speed)
@@ -525,7 +469,7 @@ def notifier(on_event: OnEvent) -> Callable[[str], None]:
 
 def run_shards(
     work: ShardWork,
-    target: Place,
+    place: Place,
     earlier: Mapping[int, ShardReceipt],
     on_event: OnEvent,
     should_stop: ShouldStop,
@@ -548,7 +492,7 @@ def run_shards(
         )
 
     try:
-        fetch_written(target, earlier.values(), "build/rows/")
+        fetch_written(place, earlier.values(), "build/rows/")
         for receipt in earlier.values():
             # Pass no stage times, because events report the times of this run only.
             finish(receipt, {})
@@ -564,7 +508,7 @@ def run_shards(
             )
             with contextlib.closing(finished):
                 for receipt in finished:
-                    fetch_written(target, [receipt], "build/rows/")
+                    fetch_written(place, [receipt], "build/rows/")
                     on_event(finish(receipt, receipt.seconds))
                     work.check(receipts)
         # Also stop if all shards are finished but a stop was requested: the commit may
@@ -580,7 +524,7 @@ def run_shards(
         )
         rows = sum(receipt.rows for receipt in receipts)
         with contextlib.suppress(OSError, EdjeError):
-            rows += kept_rows(target)
+            rows += kept_rows(place)
         raise JobStopped(
             f"{of_shard}{describe_error(error)}; {rows:,} of"
             f" {counted(work.rows, 'row')} are kept, {len(receipts):,} of"

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
+import os
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replaced
@@ -24,7 +23,7 @@ from pipelines.jobs.changing import (
     Edit,
     ShardWork,
     apply,
-    begin_new,
+    begin,
     notifier,
     resumable,
     rows_passing,
@@ -57,9 +56,8 @@ from storage_formats.format.manifest import CommittedIndex, Counts, named_files
 from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt, fingerprint
 from storage_formats.format.rows import (
-    DUPLICATE,
     INDEXED,
-    failures_by_reason,
+    count_rows,
     iter_rows,
     read_index_rows,
 )
@@ -78,7 +76,6 @@ from storage_formats.remote.urls import (
 )
 from storage_formats.threads import ordered_map
 from storage_formats.writing.copying import ERASED, RowCopier
-from storage_formats.writing.index_copy import copy_to_place
 
 _FILES_AT_ONCE = 8
 # NumPy type of a SHA-256 in hexadecimal
@@ -90,6 +87,7 @@ class CopyResult:
     """The result of a compaction, a merge or a copy.
 
     Attributes:
+        out: directory or URL of the written index.
         rows: number of rows of the written index, without deleted rows.
         shards: number of shards of the written index.
         snapshot: number of the copied snapshot; 0 for a merge.
@@ -115,6 +113,7 @@ class CopyResult:
         (4, 2)
     """
 
+    out: str
     rows: int
     shards: int
     snapshot: int
@@ -130,7 +129,7 @@ class CopyResult:
 @name_missing_extra("search")
 def compact_index(
     index: IndexLocation,
-    out: IndexLocation,
+    out: IndexLocation | None = None,
     *,
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
@@ -143,7 +142,8 @@ def compact_index(
 
     Args:
         index: directory of the index, or its URL. The index does not change.
-        out: directory of the new index.
+        out: directory of the new index. None selects photos-compact.edje beside an
+            index photos.edje.
 
     Raises:
         UsageError: there is no index at `index`, all rows are deleted, `out` is not
@@ -160,8 +160,17 @@ def compact_index(
         >>> compact_index("pages.edje", "dense.edje").rows
         27
     """
+    out = out or compact_path(index)
     opened = CommittedIndex.open(index)
     return rewrite([(opened, live_rows(opened))], out, "compact", on_event, should_stop)
+
+
+def compact_path(index: IndexLocation) -> Path:
+    """Return the default directory of a compaction, beside the directory `index`."""
+    path = local_path(index, advice="; give the directory of the new index, too")
+    # An index may be given as "." or "..", which are no names.
+    folder, name = os.path.split(os.path.abspath(path))
+    return Path(folder, f"{name.removesuffix('.edje')}-compact.edje")
 
 
 def rewrite(
@@ -243,7 +252,7 @@ def rewrite(
     if details is None:
         name = Path(str(parts[0][0].location)).name
         details = {"name": name, "snapshot": first.snapshot.number}
-    with begin_new(out, kind, identity, on_event) as change:
+    with begin(out, kind, identity, on_event=on_event, is_new=True) as change:
         what = f"a copy of {counted(spec.rows, 'row')}"
         check_disk(change.layout, spec, what=what)
         rows_of_shards: dict[int, tuple[RowCopier, Ints]] = {}
@@ -264,7 +273,6 @@ def rewrite(
             removed=frozenset[bytes]().union(*(index.removed for index, _ in parts)),
         )
         applied = apply(change, edit, on_event, should_stop)
-    files = [file for receipt in applied.receipts for file in receipt.files]
     copied = [
         file
         for receipt in applied.receipts
@@ -272,12 +280,13 @@ def rewrite(
         for file in receipt.files
     ]
     return CopyResult(
+        out=str(out),
         rows=spec.used_rows,
         shards=spec.used_shards,
         snapshot=first.snapshot.number if len(parts) == 1 else 0,
         seconds=time.monotonic() - started,
         removed=sum(each.spec.used_rows for each in manifests) - spec.used_rows,
-        files=len(files),
+        files=sum(len(receipt.files) for receipt in applied.receipts),
         copied_files=len(copied),
         copied_bytes=sum(entry.bytes for entry in copied),
     )
@@ -299,8 +308,8 @@ def erasure(place: Place, index: CommittedIndex, edit: Edit) -> Edit:
     if not len(erased):
         return edit
     shards = np.unique(erased["row_id"].to_numpy() // spec.shard_size).tolist()
-    statuses = Counter(erased["status"].to_pylist())
-    failed = {name: -count for name, count in failures_by_reason(erased).items()}
+    counts = count_rows(erased)
+    failed = {name: -count for name, count in counts.failed.items()}
     columns = [
         replaced(each, values=each.values - len(erased) + erased[each.name].null_count)
         for each in manifest.columns
@@ -314,20 +323,19 @@ def erasure(place: Place, index: CommittedIndex, edit: Edit) -> Edit:
         "deleted": hashlib.sha256(deleted.row_ids.astype("<i8").tobytes()).hexdigest(),
         "tables": [table.to_json() for table in manifest.shard_tables],
     }
-    target = place.part(place.erased)
-    copier = RowCopier(source, target, spec, lambda row_ids: row_ids, deleted)
+    copier = RowCopier(source, place, spec, lambda row_ids: row_ids, deleted)
     rows_of_shards = {
         shard: (copier, np.array(spec.shard_rows(shard), np.int64)) for shard in shards
     }
     return replaced(
         edit,
         details={**edit.details, "erased": len(erased)},
-        work=replaced(copying(rows_of_shards, identity), target=target),
+        work=copying(rows_of_shards, identity),
         erases=True,
         counts=Counts(
             0,
-            -statuses[INDEXED],
-            -statuses[DUPLICATE],
+            -counts.indexed,
+            -counts.duplicates,
             {**failed, ERASED: len(erased)},
         ),
         columns=tuple(columns),
@@ -472,6 +480,7 @@ def copy_index(
             place.remove(place.names(place.snapshots))
             remove_what_is_not_kept(place, tables=True, shards=True)
     return CopyResult(
+        out=str(target),
         rows=count,
         shards=spec.used_shards,
         snapshot=manifest.snapshot.number,
@@ -493,21 +502,19 @@ def _copy_files(
     entries of the files that were not yet there.
     """
     copied = []
-    done = 0
-    copy = partial(copy_to_place, index, place)
-    until_stopped = itertools.takewhile(lambda _: not should_stop(), entries)
+    copy = partial(place.copy, index.place)
     with contextlib.closing(
-        ordered_map(copy, until_stopped, _FILES_AT_ONCE, 2 * _FILES_AT_ONCE)
+        ordered_map(copy, entries, _FILES_AT_ONCE, 2 * _FILES_AT_ONCE)
     ) as results:
-        for done, (is_new, entry) in enumerate(zip(results, entries, strict=False), 1):
+        for done, (is_new, entry) in enumerate(zip(results, entries, strict=True), 1):
             if is_new:
                 copied.append(entry)
             on_event(Progress("copying files", done, len(entries)))
-    if done < len(entries):
-        raise JobStopped(
-            f"stopped after {done:,} of {len(entries):,} files; the copied files are"
-            " kept"
-        )
+            if should_stop() and done < len(entries):
+                raise JobStopped(
+                    f"stopped after {done:,} of {len(entries):,} files; the copied"
+                    " files are kept"
+                )
     return copied
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,20 +18,19 @@ from edje_index.bundles.repositories import (
     all_files,
     open_source,
     silent,
-    text_files,
 )
 from edje_index.errors import ModelError
 from edje_index.models.clip_config import CONFIG_FILE
 from edje_index.models.filesystem import check_new, new_folder
 from storage_formats.cache import cache_directory
 from storage_formats.errors import UsageError
-from storage_formats.extras import name_missing_extra
 from storage_formats.remote.urls import (
     hub_kind,
     local_path,
 )
 
 DEMO = "demo"
+HUB = "https://huggingface.co"
 
 
 @dataclass(frozen=True)
@@ -47,22 +44,15 @@ class NamedModel:
             is a repository from which no weights are downloaded. If `parts` is empty,
             the model needs no Hub: its trained weights are in this package, and its
             base towers come from the Python package index.
-        licence: licence of the model; empty if the repository states it.
-        megabytes: size of the download from the Python package index, in MB; None for a
-            model on the Hub.
     """
 
     purpose: str
     parts: tuple[str, ...] = ()
-    licence: str = ""
-    megabytes: int | None = None
 
 
 MODELS = {
     DEMO: NamedModel(
-        "small trained model of this package",
-        licence="research and education only",
-        megabytes=174,
+        "small trained model of this package, for research and education only (174 MB)"
     ),
     "edje": NamedModel(
         "trained model of the paper's authors",
@@ -176,42 +166,19 @@ def find_model(model: str, say: Say = silent) -> Path:
     return folder
 
 
-def describe_models() -> Iterator[dict[str, Any]]:
-    """Yield a description of each model of `MODELS`: name, purpose, size of the
-    download in MB, licence, and whether the Hub is needed.
-
-    The size and the licence of a model on the Hub are read from its repositories. The
-    size is None if the Hub cannot be reached.
+def describe_models() -> list[dict[str, Any]]:
+    """Return a description of each model of `MODELS`: its name and purpose, and the
+    pages of its repositories on the Hub, which state its size and licence. The model
+    "demo" is on no Hub.
     """
-    with name_missing_extra():
-        from huggingface_hub import HfApi
-    api = HfApi(os.environ.get("HF_ENDPOINT"))
-    for name, model in MODELS.items():
-        megabytes: float | None = model.megabytes
-        licence: str | None = model.licence
-        for part in model.parts:
-            try:
-                info = api.model_info(
-                    part.rstrip("/"), revision="main", files_metadata=True
-                )
-            except Exception:
-                # Any exception: the type depends on the HTTP library, which differs
-                # between versions of huggingface_hub.
-                megabytes = None
-                break
-            files = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-            choose = text_files if part.endswith("/") else all_files
-            size = sum(files[each] for each in choose(list(files), part))
-            megabytes = (megabytes or 0) + size / 1e6
-            card: Any = info.card_data or {}
-            licence = licence or card.get("license") or "not stated"
-        yield {
+    return [
+        {
             "name": name,
             "purpose": model.purpose,
-            "megabytes": megabytes,
-            "licence": licence,
-            "needs_hub": bool(model.parts),
+            "pages": [f"{HUB}/{part.rstrip('/')}" for part in model.parts],
         }
+        for name, model in MODELS.items()
+    ]
 
 
 def _model_files(names: list[str], label: str) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from edje_index.indexing.faiss_build import build_ann, check_faiss
 from edje_index.inputs.tables import parquet_rows, value_columns
@@ -35,7 +36,6 @@ from storage_formats.codecs import BF16, codec
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.parquet import open_parquet
 from storage_formats.format.places import open_place
 from storage_formats.remote.urls import IndexLocation
 from storage_formats.writing.index_writer import ROW_COLUMNS, IndexWriter, Rows
@@ -132,7 +132,7 @@ def import_arrays(
     ignored = Ignored()
     parts = _row_parts(rows, spec.rows, ignored)
     if before is None:
-        check_ann_memory(spec, None)
+        check_ann_memory(spec)
     else:
         if {*names} != {*stored}:
             raise UsageError(
@@ -249,7 +249,7 @@ def _row_parts(
     if not path.exists():
         raise UsageError(f"{path} does not exist; check the path")
     with _parsing(path, "a Parquet file", "ROWS must be a Parquet file"):
-        file = open_parquet(path)
+        file = pq.ParquetFile(path, pre_buffer=False)
     names = file.schema_arrow.names
     own = [name for name in names if name in ROW_COLUMNS]
     if repeated := {name for name in own if own.count(name) > 1}:

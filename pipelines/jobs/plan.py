@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from storage_formats.atomic import Json, make_directories
 from storage_formats.cgroups import available_memory
 from storage_formats.change import Change
 from storage_formats.codecs import codec
-from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.file_check import FileEntry
 from storage_formats.format.json_values import read_json
@@ -317,20 +317,19 @@ def refuse_differences(
         info: description of the requested model bundle.
         requested: requested settings.
     """
-    model = model_record(info)
+    models = (stored_model, model_record(info))
+    values: dict[str, Sequence[Any]] = {
+        "model": [f"{each['vision']} ({each['fingerprint']})" for each in models],
+        **{
+            name: (each, getattr(requested, name))
+            for name, each in vars(stored).items()
+        },
+    }
     differences = {}
-    if stored_model["fingerprint"] != model["fingerprint"]:
-        left, right = (
-            f"{record['vision']} ({record['fingerprint']})"
-            for record in (stored_model, model)
-        )
-        differences["model"] = f"model {left} in the index, {right} requested"
-    for name, value in vars(stored).items():
-        other = getattr(requested, name)
-        if value != other:
+    for name, pair in values.items():
+        if pair[0] != pair[1]:
             left, right = (
-                ", ".join(each) if isinstance(each, tuple) else each
-                for each in (value, other)
+                ", ".join(each) if isinstance(each, tuple) else each for each in pair
             )
             differences[name] = f"{name} {left} in the index, {right} requested"
     if differences:
@@ -418,29 +417,23 @@ class CollectedInputs(CountedColumns):
             self.failed[ref.problem] += 1
         if not ref.metadata:
             return ref
-        kept: dict[str, Value] = {}
-        new = 0
-        for name, value in ref.metadata.items():
-            new += name not in self.kinds
-            if name in self.kinds or len(self.kinds) + new <= MAX_COLUMNS:
-                kept[name] = value
-            else:
-                self.ignored[TOO_MANY] += 1
         lengths = {
             name: len(metadata_text({name: value}).encode())
-            for name, value in kept.items()
+            for name, value in ref.metadata.items()
         }
-        total = sum(lengths.values())
-        # If the metadata is too long, leave out its longest values.
-        for name in sorted(lengths, key=lambda name: (-lengths[name], name)):
-            if total <= self._max_row_bytes:
-                break
-            self.ignored[TOO_LONG] += 1
-            total -= lengths[name]
-            del kept[name]
+        kept: dict[str, Value] = {}
+        total = 0
+        # Short values come first, so that the longest are left out.
+        for name in sorted(lengths, key=lambda name: (lengths[name], name)):
+            if name not in self.kinds and len(self.kinds) == MAX_COLUMNS:
+                self.ignored[TOO_MANY] += 1
+            elif total + lengths[name] > self._max_row_bytes:
+                self.ignored[TOO_LONG] += 1
+            else:
+                total += lengths[name]
+                kept[name] = ref.metadata[name]
+                self.count(name, kept[name])
         self.row_bytes = max(self.row_bytes, total)
-        for name, value in kept.items():
-            self.count(name, value)
         return dataclasses.replace(ref, metadata=kept or None)
 
 
@@ -469,26 +462,17 @@ def recorded_sources(manifest: Manifest) -> tuple[SourceGroup, ...] | None:
     None if the index does not record the sources of all its rows.
     """
     settings = manifest.settings
-    try:
-        if settings.get(SOURCES_MEMBER, ()) is None:
-            return None
-        if SOURCES_MEMBER in settings:
-            groups: tuple[SourceGroup, ...] = read_json(
-                tuple[SourceGroup, ...], settings[SOURCES_MEMBER]
-            )
-            return groups
-        if (
-            len(manifest.spec.used_segments) > 1
-            or manifest.spec.used_segments[0].first_row
-            or "sources" not in settings
-        ):
-            return None
-        return (read_json(SourceGroup, settings),)
-    except (AttributeError, TypeError) as error:
-        raise CorruptIndexError(
-            f"the recorded sources of the index are damaged: {error!r}; name all"
-            " sources"
-        ) from error
+    if SOURCES_MEMBER in settings:
+        groups: tuple[SourceGroup, ...] | None = read_json(
+            tuple[SourceGroup, ...] | None, settings[SOURCES_MEMBER]
+        )
+        return groups
+    first = manifest.spec.used_segments[0]
+    if len(manifest.spec.used_segments) > 1 or first.first_row:
+        return None
+    if "sources" not in settings:
+        return None
+    return (read_json(SourceGroup, settings),)
 
 
 def with_sources(manifest: Manifest, groups: Iterable[SourceGroup] | None) -> Json:
@@ -530,14 +514,6 @@ def described(need: Need) -> str:
     return f"{human_bytes(sum(need.values()))} ({parts})"
 
 
-def usable_memory(limit: int | None) -> int:
-    """Return the free memory of this machine in bytes, but at most `limit`. None means
-    no limit.
-    """
-    free = available_memory()
-    return free if limit is None else min(free, limit)
-
-
 @dataclass(frozen=True)
 class Execution:
     """How new rows are encoded: the arguments of `pipelines.build_index` that do not
@@ -551,12 +527,10 @@ class Execution:
     workers: int | None = None
     helpers: int | None = None
     address: str | None = None
-    memory: int | None = None
     max_failed: float | None = None
 
     def __post_init__(self) -> None:
         optional_count(self.workers, "workers")
-        optional_count(self.memory, "memory")
         if self.max_failed is not None:
             as_number(self.max_failed, "max_failed", most=1)
 
@@ -584,7 +558,6 @@ def choose_workers(
     engine = execution.engine
     address = execution.address
     workers = execution.workers
-    memory = execution.memory
     if engine == "inline" and address is not None:
         raise UsageError(
             f"the engine inline runs in this process, so it cannot join the cluster at"
@@ -622,11 +595,9 @@ def choose_workers(
         workers = 1
     elif workers is None:
         worker_bytes = sum(workers_memory(1, settings, info).values())
-        workers = max(1, min(max_workers, usable_memory(memory) // worker_bytes))
+        workers = max(1, min(max_workers, available_memory() // worker_bytes))
     need = workers_memory(workers, settings, info)
-    _check_memory(
-        need, memory, "use fewer workers or a smaller batch size", parameter="workers"
-    )
+    _check_memory(need, "use fewer workers or a smaller batch size", "workers")
     return replace(execution, workers=workers)
 
 
@@ -649,28 +620,18 @@ def workers_memory(
     return {name: (workers or 1) * size for name, size in parts.items()}
 
 
-def check_ann_memory(spec: IndexSpec, memory: int | None) -> None:
+def check_ann_memory(spec: IndexSpec) -> None:
     """Raise ResourcesError if the memory is too small to build the nearest-neighbour
     index for an index with the shape `spec`.
-
-    Args:
-        memory: limit in bytes, in addition to the free memory; None for no such limit.
     """
-    need = AnnKind.choose(spec.rows, spec.embed_dim, memory).build_bytes(
-        spec.rows, spec.embed_dim
-    )
-    _check_memory(
-        {_ANN: need},
-        memory,
-        "split the sources over several indexes",
-        parameter="sources",
-    )
+    kind = AnnKind.choose(spec.rows, spec.embed_dim)
+    need = {_ANN: kind.build_bytes(spec.rows, spec.embed_dim)}
+    _check_memory(need, "split the sources over several indexes", "sources")
 
 
 def check_disk(
     place: Place,
     spec: IndexSpec,
-    memory: int | None = None,
     what: str | None = None,
 ) -> None:
     """Raise ResourcesError if too little disk space is free at `place`. If the index is
@@ -680,15 +641,12 @@ def check_disk(
     Args:
         spec: shape of the new index. For an append or an update, the shape of the new
             rows alone.
-        memory: limit in bytes for the memory in which the nearest-neighbour index is
-            built; None for no limit. The limit may change the kind and thus the size of
-            the nearest-neighbour index.
         what: subject of the message; None for the index of the inputs.
     """
-    need = disk_need(spec, memory)
+    need = disk_need(spec)
     if place.remote is not None:
         shard = replace(spec, rows=min(spec.rows, spec.shard_size), segments=())
-        need["tokens"] = disk_need(shard, memory)["tokens"]
+        need["tokens"] = disk_need(shard)["tokens"]
     check_free_disk(
         place.root,
         need,
@@ -715,7 +673,7 @@ def check_free_disk(
         )
 
 
-def disk_need(spec: IndexSpec, memory: int | None = None) -> Need:
+def disk_need(spec: IndexSpec) -> Need:
     """Return the disk space in bytes that an index with the shape `spec` needs, by
     purpose. Each number includes 2 % for metadata files and the file system.
     """
@@ -729,29 +687,16 @@ def disk_need(spec: IndexSpec, memory: int | None = None) -> Need:
     embeddings = spec.shards * spec.shard_size * spec.embed_dim * _FLOAT32_BYTES
     # The last disk block of a file is only partly used, so count one page per file.
     rows = spec.rows * _ROW_BYTES + spec.shards * _FILES_PER_SHARD * PAGE_BYTES
-    ann = spec.rows * AnnKind.choose(spec.rows, spec.embed_dim, memory).vector_bytes(
-        spec.embed_dim
-    )
+    kind = AnnKind.choose(spec.rows, spec.embed_dim)
+    ann = spec.rows * kind.vector_bytes(spec.embed_dim)
     parts = {"tokens": tokens, "embeddings": embeddings, "rows": rows, "ann": ann}
     return {name: int(size * _SLACK) for name, size in parts.items()}
 
 
-def _check_memory(
-    need: Need,
-    limit: int | None,
-    advice: str,
-    *,
-    parameter: str,
-) -> None:
-    available = usable_memory(limit)
-    if sum(need.values()) > available:
-        state = "free"
-        if available == limit:
-            state = "allowed"
-            advice = f"allow more, or {advice}"
-            parameter = "memory"
+def _check_memory(need: Need, advice: str, parameter: str) -> None:
+    if sum(need.values()) > (free := available_memory()):
         raise ResourcesError(
             f"the build needs at least {described(need)} of memory, but only"
-            f" {human_bytes(available)} are {state}; {advice}",
+            f" {human_bytes(free)} are free; {advice}",
             parameter=parameter,
         )

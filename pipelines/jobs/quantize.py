@@ -9,22 +9,18 @@ from pathlib import Path
 
 from pipelines.engines.base import open_engine
 from pipelines.jobs.changing import Edit, ShardWork, apply, begin
-from pipelines.jobs.plan import check_free_disk
+from pipelines.jobs.plan import check_free_disk, disk_need
 from pipelines.progress.events import OnEvent, ShouldStop, ignore, never
 from pipelines.progress.wording import counted
-from storage_formats.arguments import as_list, optional_count
+from storage_formats.arguments import as_list
 from storage_formats.codecs import codec, precisions
 from storage_formats.errors import UsageError
-from storage_formats.extras import name_missing_extra
-from storage_formats.format.layout import (
-    IndexSpec,
-    OffsetBlock,
-    padded_shard_bytes,
-)
+from storage_formats.format.layout import IndexSpec, OffsetBlock
 from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
 from storage_formats.format.places import Place
 from storage_formats.format.receipts import read_receipts
 from storage_formats.remote.urls import IndexLocation
+from storage_formats.threads import usable_cpus
 from storage_formats.writing.conversion import (
     ConversionTask,
     choose_offset,
@@ -63,15 +59,12 @@ class QuantizeResult:
     seconds: float
 
 
-@name_missing_extra("build")
 def quantize_index(
     index: IndexLocation,
     to: Sequence[str] = (),
     *,
     drop: Sequence[str] = (),
     source: str | None = None,
-    workers: int | None = None,
-    address: str | None = None,
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
 ) -> QuantizeResult:
@@ -90,10 +83,6 @@ def quantize_index(
         source: precision to convert from. Without it, a precision of `to` must not have
             a higher fidelity than the stored tokens. None selects the precision of the
             highest fidelity that is stored.
-        workers: number of Ray workers. None selects threads of this process, on all
-            CPUs.
-        address: Ray cluster to join, with `workers`. None selects a new Ray on this
-            machine.
 
     Raises:
         UsageError: there is no index at `index`, a precision is unknown, or the disk is
@@ -102,7 +91,6 @@ def quantize_index(
         JobStopped: the conversion stopped early. Finished shards are kept.
         UnfinishedChangeError: another change was stopped.
         EdjeError: another process is changing the index.
-        MissingExtraError: `workers` is given and Ray is not installed.
 
     Examples:
         >>> from edje_index import quantize_index
@@ -113,15 +101,14 @@ def quantize_index(
     started = time.monotonic()
     to = as_list(to, "to", "precisions")
     drop = as_list(drop, "drop", "precisions")
-    workers = optional_count(workers, "workers")
-    if address is not None and workers is None:
-        raise UsageError("a cluster needs a number of workers", parameter="address")
+    if not (to or drop):
+        raise UsageError(
+            "nothing to do: name a precision to add or to drop", parameter="to"
+        )
     request = {"to": sorted(to), "drop": sorted(drop), "source": source}
     with begin(index, "quantize", request) as change:
         before = change.index.spec.precisions
-        edit = conversion(
-            change.layout, change.index, to, drop, source, workers, address
-        )
+        edit = conversion(change.layout, change.index, to, drop, source)
         manifest = apply(change, edit, on_event, should_stop).manifest
     after = manifest.spec.precisions
     # All new precisions are converted from the same precision, which is the last
@@ -145,11 +132,8 @@ def conversion(
     to: Sequence[str],
     drop: Sequence[str],
     source: str | None,
-    workers: int | None,
-    address: str | None,
 ) -> Edit:
     """Return the edit that adds and removes precisions. See `quantize_index`."""
-    layout = index.layout
     manifest = index.manifest
     spec = manifest.spec
     to = [codec(name).name for name in to]
@@ -202,24 +186,15 @@ def conversion(
             str(index.location), shard, target, read, missing, fingerprint
         ),
         make_worker=lambda: convert_shard,
-        engine=open_engine(
-            "threads" if workers is None else "ray",
-            workers,
-            address=address,
-            lock=None if index.remote else layout.lock,
-        ),
+        engine=open_engine("inline", usable_cpus()),
     )
     finished = read_receipts(place, work.shards, work.fingerprint)
     left = {*work.shards} - {*finished}
     # An object store gets the files of one shard after another.
     on_disk = sorted(left)[:1] if place.remote else left
-    need = sum(
-        padded_shard_bytes(
-            len(spec.shard_rows(shard)), spec.shard_size, _record_bytes(spec, name)
-        )[1]
-        for shard in on_disk
-        for name in missing
-    )
+    rows = sum(len(spec.shard_rows(shard)) for shard in on_disk)
+    written = replace(spec, rows=rows, segments=(), precisions=missing)
+    need = disk_need(written)["tokens"] if rows else 0
     what = f"converting {counted(len(left), 'shard')} to {', '.join(missing)}"
     check_free_disk(place.root, {"tokens": need}, what, parameter="to")
     return Edit(

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from edje_index.bundles.info import matching_bundle, read_bundle_offset
 from edje_index.errors import ModelError
 from edje_index.indexing.faiss_build import AnnRequest
 from pipelines.jobs.ann import new_ann
-from pipelines.jobs.changing import Edit, apply, upgrade_old
+from pipelines.jobs.changing import Edit, apply
 from pipelines.jobs.plan import settings_of
 from pipelines.progress.events import (
     JobStopped,
@@ -26,6 +28,7 @@ from pipelines.progress.events import (
     StatusMessage,
     ignore,
     never,
+    progress_callback,
     stop_at_events,
 )
 from storage_formats.arrays import Ints
@@ -39,7 +42,6 @@ from storage_formats.codecs import Blocks
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c
-from storage_formats.format.committed_files import iter_shard_files
 from storage_formats.format.file_check import DAMAGED_FILE, FileEntry, Problem
 from storage_formats.format.manifest import (
     CommittedIndex,
@@ -49,6 +51,7 @@ from storage_formats.format.manifest import (
 )
 from storage_formats.format.offset import Offset, write_offset
 from storage_formats.format.rows import INDEXED, read_index_rows
+from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.remote.urls import IndexLocation, local_path
 from storage_formats.verify import files_here, verify_index
 from storage_formats.writing.conversion import offset_from_tokens
@@ -59,7 +62,7 @@ if TYPE_CHECKING:
     from edje_index.inputs.refs import InputRef
 
 _WORDING = {"changed-since-plan": "its content has changed"}
-_COLUMNS = ("row_id", "uri", "uri_raw", "content_hash", "status", "reason")
+_COLUMNS = ("row_id", "uri", "uri_raw", "content_hash", "status")
 
 
 @dataclass(frozen=True)
@@ -123,17 +126,14 @@ def repair_index(
     repaired: list[RepairedFile] = []
     refusals: list[Problem] = []
     settled: set[str] = set()
-    upgrade_old(index)
     with begin_change(index, "repair") as change:
         root = change.layout.location
-        problems = verify_index(
-            root, lambda done, total: on_event(Progress("verifying", done, total))
-        )
+        problems = verify_index(root, progress_callback(on_event))
         opened = change.index
         layout = opened.layout
         damaged = {problem.path for problem in problems}
         differing = {each.path for each in problems if each.code in DAMAGED_FILE}
-        metadata = [layout.relative(path) for path in layout.zarr_files(opened.spec)]
+        metadata = map(layout.relative, zarr_documents(layout, opened.spec))
         repaired += [
             RepairedFile(path, "index.json") for path in metadata if path in damaged
         ]
@@ -166,10 +166,9 @@ def repair_index(
                         break
                 else:
                     refusals.append(_lost_offset(opened.manifest, entry))
-        numbers = list(opened.spec.shard_numbers())
         shards = {
             shard: entries
-            for shard, entries in iter_shard_files(opened, numbers)
+            for shard, entries in opened.shard_files().items()
             if damaged.intersection(entries)
         }
         for done, (shard, entries) in enumerate(shards.items()):
@@ -268,10 +267,6 @@ class ShardEncoder:
     _should_stop: ShouldStop
     # Positions in the shard of all rows that were asked for
     _needed: set[int] = field(default_factory=set)
-    # First positions of the batches that were encoded again
-    _batches: set[int] = field(default_factory=set)
-    # Blocks that were encoded again, by position
-    _blocks: dict[int, Blocks] = field(default_factory=dict)
     # Reasons why single rows cannot be encoded again, by position
     _refused: dict[int, str] = field(default_factory=dict)
     # Reason why no row of the shard can be encoded again
@@ -282,53 +277,43 @@ class ShardEncoder:
         of their batches are encoded too, because the bytes depend on the whole batch.
 
         Returns:
-            All blocks that were encoded so far, by position in the shard. If a row
-            cannot be encoded again, its block is missing, and `problems` gives the
-            reason.
+            The blocks of all encoded rows, by position in the shard. If a row cannot be
+            encoded again, its block is missing, and `problems` gives the reason.
         """
         from edje_index.images.transient import TransientInputError
+        from edje_index.indexing.shard_encoding import encode_inputs
 
         self._needed.update(needed.tolist())
+        blocks: dict[int, Blocks] = {}
         try:
-            if self._problem is None:
-                self._encode_batches()
+            settings = settings_of(self._index.root, self._index.manifest)
+            size = settings.decoding.inputs_per_batch(settings.batch_size)
+            inputs = self._inputs
+            for start in np.unique(needed // size * size).tolist():
+                batch = [at for at in range(start, start + size) if at in inputs]
+                text = f"encoding rows of shard {self._shard} again from their sources"
+                self._on_event(StatusMessage(text))
+                if self._should_stop():
+                    raise JobStopped("stopped")
+                rows, encoded = encode_inputs(
+                    [inputs[at] for at in batch],
+                    self._open_encoder(),
+                    settings.decoding,
+                    settings.batch_size,
+                )
+                for number, at in enumerate(batch):
+                    reason = rows[number].reason
+                    if reason is None:
+                        blocks[at] = encoded[number]
+                    else:
+                        self._refused[at] = _WORDING.get(reason, reason)
         except JobStopped:
             raise
         except TransientInputError as error:
             self._problem = f"{error}. Then run the repair again"
         except EdjeError as error:
             self._problem = str(error)
-        return self._blocks
-
-    def _encode_batches(self) -> None:
-        from edje_index.indexing.shard_encoding import encode_inputs
-
-        settings = settings_of(self._index.root, self._index.manifest)
-        size = settings.decoding.inputs_per_batch(settings.batch_size)
-        starts = {position // size * size for position in self._needed}
-        for start in sorted(starts - self._batches):
-            self._batches.add(start)
-            inputs = self._inputs
-            batch = [at for at in range(start, start + size) if at in inputs]
-            if not batch:
-                continue
-            self._on_event(
-                StatusMessage(
-                    f"encoding rows of shard {self._shard} again from their sources"
-                )
-            )
-            if self._should_stop():
-                raise JobStopped("stopped")
-            blocks, reasons = encode_inputs(
-                [inputs[at] for at in batch],
-                self._open_encoder(),
-                settings.decoding,
-                settings.batch_size,
-            )
-            for number, block in blocks.items():
-                self._blocks[batch[number]] = block
-            for number, reason in reasons.items():
-                self._refused[batch[number]] = _WORDING.get(reason, reason)
+        return blocks
 
     @functools.cached_property
     def _inputs(self) -> dict[int, InputRef]:

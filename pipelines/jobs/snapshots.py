@@ -18,12 +18,12 @@ from pipelines.jobs.changing import (
     begin,
     notifier,
     rows_passing,
-    upgrade_old,
 )
 from pipelines.metadata import Ignored, source_values
 from pipelines.progress.events import (
     OnEvent,
     ShouldStop,
+    StatusMessage,
     ignore,
     never,
 )
@@ -164,9 +164,6 @@ def delete_rows(
             from pipelines.jobs.copy import erasure
 
             edit = erasure(change.layout, opened, edit)
-        if edit.erases:
-            # With a plan, finished shards are kept if the erasure is stopped.
-            change.store_plan({})
         number = apply(change, edit, on_event, should_stop).manifest.snapshot.number
     if erase and not dry_run:
         # An earlier change that was killed may have left files with the data.
@@ -278,7 +275,6 @@ def remove_snapshots(
         UsageError: there is no index at `index`, or `keep` is less than 1.
     """
     keep = optional_count(keep, "keep")
-    upgrade_old(index)
     return collect_garbage(index, keep, notify=notifier(on_event))
 
 
@@ -376,11 +372,6 @@ def set_columns(
             raise UsageError(
                 f"the index has no column {unknown[0]}{hint}", parameter="unset"
             )
-        if both := sorted(columns.keys() & {*unset}):
-            raise UsageError(
-                f"{both[0]} cannot be both set and unset; name each column once",
-                parameter="unset",
-            )
         if not (columns or unset) or (where is None and not len(ids)):
             raise UsageError(
                 "nothing is set; select at least one row, and give at least one value,"
@@ -415,6 +406,10 @@ def set_columns(
         details = {"rows": rows, "columns": changed}
         edit = Edit(opened.spec, details, columns=after, values=lines)
         manifest = apply(change, edit, on_event, should_stop).manifest
+    if not len(ids):
+        on_event(StatusMessage("no row passes the filter; nothing was changed"))
+    elif not rows:
+        on_event(StatusMessage("the rows have these values; nothing was changed"))
     return EditResult(
         rows,
         len(of_values),

@@ -19,7 +19,7 @@ import tempfile
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -179,7 +179,7 @@ def append_index(
             duplicates = len(listed) - len(refs)
             if refs:
                 plan = _plan_rows(
-                    change, refs, duplicates, listing.ignored, settings, info
+                    change, lambda: refs, duplicates, listing.ignored, settings, info
                 )
         else:
             duplicates = plan.duplicates
@@ -332,8 +332,9 @@ def update_index(
         ]
         if plan is not None:
             others += [
-                value_line(plan.first_row + position, SOURCE_VALUES, text)
-                for position, text in changes.source_values.items()
+                value_line(plan.first_row + position, name, value)
+                for position, of_row in changes.user_values.items()
+                for name, value in of_row.items()
             ]
         lines = pa.concat_tables([lines, pa.Table.from_pylist(others, VALUE_SCHEMA)])
         # If the update only tries failed inputs again, and all fail again, nothing is
@@ -368,7 +369,7 @@ def update_index(
         if dry_run:
             problems = {
                 position: ref.problem
-                for position, ref in enumerate(changes.refs)
+                for position, ref in enumerate(changes.refs())
                 if ref.problem is not None
             }
             indexed = changes.rows - len(problems)
@@ -500,7 +501,7 @@ def add_images(
         settings, info, execution = _encoder(
             change.index, SourceGroup(()), model, Execution("inline", max_failed=1.0)
         )
-        plan = _plan_rows(change, refs, 0, ignored, settings, info)
+        plan = _plan_rows(change, lambda: refs, 0, ignored, settings, info)
         work = encoding(change, plan, execution, on_event, needs_one=False)
 
         def check(receipts: Sequence[ShardReceipt]) -> None:
@@ -612,21 +613,22 @@ def _encoder(
 
 def _plan_rows(
     change: Change,
-    refs: Iterable[InputRef],
+    refs: Callable[[], Iterable[InputRef]],
     duplicates: int,
     ignored: Mapping[str, int],
     settings: BuildSettings,
     info: BundleInfo,
 ) -> Plan:
-    """Plan new shards for new rows of `refs`, and store the plan.
+    """Plan new shards for new rows of the inputs that `refs` returns, and store the
+    plan.
 
     If an earlier run of `change` stored the same plan, the shards that it finished are
     used. If that run stored another plan, the files of that run are removed.
     """
     # The plan differs if captions have changed since an earlier run.
-    digest = hashlib.sha256(rows_digest(refs).encode())
+    digest = hashlib.sha256(rows_digest(refs()).encode())
     rows = 0
-    for ref in refs:
+    for ref in refs():
         rows += 1
         digest.update(_metadata_hash(ref.metadata or {}))
     manifest = change.index.manifest
@@ -650,7 +652,7 @@ def _plan_rows(
         change.start_again()
     stored = store_inputs(
         change,
-        refs,
+        refs(),
         spec.shard_size,
         first_shard=first_row // spec.shard_size,
         earlier_columns=manifest.columns,
@@ -729,8 +731,9 @@ class SourceChanges:
     """The differences between the sources and the rows of an index.
 
     Attributes:
-        refs: inputs that get new rows, in the order of the sources.
-        rows: number of `refs`.
+        refs: function that returns the inputs that get new rows, in the order of the
+            sources.
+        rows: number of these inputs.
         inputs: number of inputs that the sources list.
         duplicates: number of inputs that get no row, because a kept row or an earlier
             input has the same content.
@@ -746,8 +749,8 @@ class SourceChanges:
             the row is a duplicate whose original is not kept.
         retried: number of `refs` whose old rows failed or are duplicates of the same
             content. The new rows keep the column values that users set in the old rows.
-        source_values: for each position in `refs` whose row keeps such values, the text
-            for its column `SOURCE_VALUES`.
+        user_values: for each position in `refs` whose row keeps such values, these
+            values and the text of `SOURCE_VALUES`, by column.
         moved: new names of kept rows, by row id: their inputs have vanished, but other
             inputs have the same content and no row.
         vanished: number of rows whose input no longer exists.
@@ -759,7 +762,7 @@ class SourceChanges:
             read only once.
     """
 
-    refs: Iterable[InputRef]
+    refs: Callable[[], Iterable[InputRef]]
     rows: int
     inputs: int
     duplicates: int
@@ -768,7 +771,7 @@ class SourceChanges:
     replaced: int
     changed: Sequence[int]
     retried: int
-    source_values: Mapping[int, str | None]
+    user_values: Mapping[int, Mapping[str, Any]]
     moved: Mapping[int, str]
     vanished: int
     deleted: Sequence[int]
@@ -837,28 +840,6 @@ class _Row(NamedTuple):
     @property
     def has_tokens(self) -> bool:
         return self.failed_for is None and self.duplicate_of is None
-
-
-class _Inputs:
-    """The inputs in the temporary database, in the order of the sources."""
-
-    def __init__(self, database: sqlite3.Connection) -> None:
-        self._database = database
-
-    def __iter__(self) -> Iterator[InputRef]:
-        return (ref for _, ref, _ in self.where("TRUE"))
-
-    def where(
-        self, condition: str, *values: object
-    ) -> Iterator[tuple[int, InputRef, int | None]]:
-        """Yield (position, input, id of the row of its name and content)."""
-        query = (
-            f"SELECT position, ref, row_id FROM inputs WHERE {condition}"
-            " ORDER BY position"
-        )
-        for position, ref, row_id in self._database.execute(query, values):
-            # Unpickling is safe: this process has written the database.
-            yield position, pickle.loads(ref), row_id
 
 
 def _name(uri: str, uri_raw: bytes | None) -> bytes:
@@ -955,7 +936,20 @@ def compare_sources(
         database.execute(statement)
     columns = {column.name: column for column in index.manifest.columns}
     rows = _load_rows(database, index, columns)
-    inputs = _Inputs(database)
+
+    def inputs_where(
+        condition: str, *values: object
+    ) -> Iterator[tuple[int, InputRef, int | None]]:
+        """Yield (position, input, id of the row of its name and content), in the order
+        of the sources.
+        """
+        query = (
+            f"SELECT position, ref, row_id FROM inputs WHERE {condition}"
+            " ORDER BY position"
+        )
+        for position, ref, row_id in database.execute(query, values):
+            # Unpickling is safe: this process has written the database.
+            yield position, pickle.loads(ref), row_id
 
     def rows_where(condition: str, **values: object) -> Iterator[_Row]:
         query = f"SELECT {', '.join(_Row._fields)} FROM rows WHERE {condition}"
@@ -1053,7 +1047,7 @@ def compare_sources(
     # row cannot be read, its own input may still be there.
     moved: dict[int, str] = {}
     for row in rows_where(_MAY_HAVE_MOVED):
-        of_content = inputs.where("hash = ? AND row_id IS NULL", row.hash)
+        of_content = inputs_where("hash = ? AND row_id IS NULL", row.hash)
         # A name that is not UTF-8 cannot be stored as a new value.
         named = (each for each in of_content if each[1].uri_raw is None)
         for position, ref, _ in itertools.islice(named, 1):
@@ -1093,9 +1087,9 @@ def compare_sources(
     # input has an old row, mark that row as replaced.
     new = 0
     changed = array("q")
-    source_values: dict[int, str | None] = {}
+    user_values: dict[int, Mapping[str, Any]] = {}
     repeated = replaced = lost = retried = 0
-    for position, ref, row_id in inputs.where("TRUE"):
+    for position, ref, row_id in inputs_where("TRUE"):
         content = _digest(ref.content_hash)
         condition = _OF_NAME if row_id is None else "row_id = :row_id"
         name = _name(ref.uri, ref.uri_raw)
@@ -1118,7 +1112,7 @@ def compare_sources(
         is_held = next(held, None) is not None
         replaced += row is not None and row.has_tokens and not is_held
         # All earlier inputs that are left get new rows.
-        earlier = inputs.where("hash = ? AND position < ?", content, position)
+        earlier = inputs_where("hash = ? AND position < ?", content, position)
         if is_held or next(earlier, None) is not None:
             repeated += 1
             database.execute("DELETE FROM inputs WHERE position = ?", [position])
@@ -1132,14 +1126,12 @@ def compare_sources(
                 by_users = pickle.loads(row.by_users)
                 given = ref.metadata or {}
                 of_sources = {name: given.get(name) for name in by_users}
-                source_values[new] = source_values_text(of_sources)
-                values = {**given, **by_users}
-                stored = {key: each for key, each in values.items() if each is not None}
-                ref = replace(ref, metadata=stored or None)
-                database.execute(
-                    "UPDATE inputs SET ref = ? WHERE position = ?",
-                    [pickle.dumps(ref), position],
-                )
+                # The index may lack a column in which a user has only removed values.
+                stored = {
+                    name: each for name, each in by_users.items() if name in columns
+                }
+                stored[SOURCE_VALUES] = source_values_text(of_sources)
+                user_values[new] = stored
         new += 1
     vanished = 0
     for row in rows_where(f"state = {_FREE}"):
@@ -1161,7 +1153,7 @@ def compare_sources(
             parameter="max_vanished",
         )
     return SourceChanges(
-        inputs,
+        lambda: (ref for _, ref, _ in inputs_where("TRUE")),
         new,
         listing.inputs,
         repeated,
@@ -1170,7 +1162,7 @@ def compare_sources(
         replaced,
         changed,
         retried,
-        source_values,
+        user_values,
         moved,
         vanished,
         array("q", (row.row_id for row in rows_where(f"state != {_KEPT}"))),

@@ -1,21 +1,19 @@
-"""Shows the events of a job on standard error, and logs them with `logging`.
+"""Shows the events of a job on standard error, and writes them to the file of `--log`.
 
-The logger is `edje_index.job`. Its records have the name of the event as their message,
-and the attribute `fields`. docs/build.md describes the fields.
+docs/build.md describes the lines of the file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import Any, TextIO, TypeAlias
 
 from pipelines.progress.events import (
     Event,
@@ -33,8 +31,8 @@ _RATE_SECONDS = 120.0
 # minimum time between two plain lines, or two log records, of the same activity
 _LINE_SECONDS = 10.0
 
-_LOGGER = logging.getLogger("edje_index.job")
-_LOGGER.addHandler(logging.NullHandler())
+Log: TypeAlias = Callable[..., None]
+"""Writes one line to a log: the name of an event, its level, and further members."""
 
 
 class Display:
@@ -51,6 +49,7 @@ class Display:
     def __init__(
         self,
         stream: TextIO,
+        log: Log,
         *,
         quiet: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -58,20 +57,20 @@ class Display:
         from rich import progress
         from rich.console import Console
 
-        self._console = Console(
-            file=stream,
-            quiet=quiet,
-            soft_wrap=True,
-            markup=False,
-            emoji=False,
-            highlight=False,
-        )
+        self._log = log
         self._is_live = stream.isatty()
         self.bar = progress.Progress(
             progress.TextColumn("{task.description}", markup=False),
             progress.BarColumn(bar_width=24),
             progress.TextColumn("{task.fields[line]}", markup=False),
-            console=self._console,
+            console=Console(
+                file=stream,
+                quiet=quiet,
+                soft_wrap=True,
+                markup=False,
+                emoji=False,
+                highlight=False,
+            ),
             disable=quiet or not self._is_live,
             refresh_per_second=4,
             speed_estimate_period=_RATE_SECONDS,
@@ -80,7 +79,6 @@ class Display:
             get_time=clock,
         )
         self._clock = clock
-        self._activity = ""
         self._shown_at = 0.0
 
     def __call__(self, event: Event) -> None:
@@ -90,22 +88,18 @@ class Display:
         match event:
             case StatusMessage(text, is_warning):
                 self._print(text)
-                level = logging.WARNING if is_warning else logging.INFO
-                _log("message", level, text=text)
+                self._log("message", "warning" if is_warning else "info", text=text)
             case PlanReady():
                 self._print(f"plan: {as_text(asdict(event))}")
-                _log("plan", **asdict(event))
+                self._log("plan", **asdict(event))
             case Progress():
                 self._show_progress(event)
 
     def _show_progress(self, event: Progress) -> None:
-        if (shard := event.finished_shard) is not None:
-            seconds = {
-                stage: round(value, 3) for stage, value in shard.stage_seconds.items()
-            }
-            counts = {"shard": shard.shard, "rows": shard.done, "failed": shard.failed}
-            _log("shard", activity=event.activity, **counts, stage_seconds=seconds)
-        is_new = event.activity != self._activity
+        members = asdict(event)
+        if shard := members.pop("finished_shard"):
+            self._log("shard", activity=event.activity, **shard)
+        is_new = event.activity not in [task.description for task in self.bar.tasks]
         if is_new:
             for old in self.bar.task_ids:
                 self.bar.remove_task(old)
@@ -115,53 +109,37 @@ class Display:
             self.bar.add_task(event.activity, completed=event.done, line="")
         (task,) = self.bar.tasks
         self.bar.update(task.id, total=event.total, completed=event.done)
-        line = describe_progress(event, task.speed, task.time_remaining)
+        line = f"{event.done:,}"
+        if event.total is not None:
+            line += f"/{event.total:,}"
+        if task.speed is not None:
+            line += f", {task.speed:,.1f}/s"
+        if left := task.time_remaining:
+            line += f", left {duration(left)}"
+        if event.shards is not None:
+            line += f", shards {event.finished_shards:,}/{event.shards:,}"
+        if event.failed:
+            line += f", failed {event.failed:,}"
+        if event.bottleneck is not None:
+            line += f", bottleneck {event.bottleneck}"
+        if event.busy:
+            line += f", busy ({as_text(event.busy, 'busy')})"
         self.bar.update(task.id, line=line)
         is_due = self._clock() - self._shown_at >= _LINE_SECONDS
         if is_new or is_due or event.done == event.total:
-            self._activity = event.activity
             self._shown_at = self._clock()
             if not self._is_live:
                 self._print(f"{event.activity}: {line}")
-            fields = asdict(event)
-            del fields["finished_shard"]
-            _log("progress", **fields)
+            self._log("progress", **members)
 
     def _print(self, line: str) -> None:
-        self._console.print(printable(line))
-
-
-def describe_progress(
-    progress: Progress,
-    speed: float | None,
-    seconds_left: float | None,
-) -> str:
-    """Return one line of text on the progress, without the name of the activity.
-
-    `speed` is the number of units of work per second.
-    """
-    done = f"{progress.done:,}"
-    if progress.total is not None:
-        done += f"/{progress.total:,}"
-    if speed is not None:
-        done += f", {speed:,.1f}/s"
-    shards = None
-    if progress.shards is not None:
-        shards = f"{progress.finished_shards:,}/{progress.shards:,}"
-    figures = {
-        "left": duration(seconds_left) if seconds_left else None,
-        "shards": shards,
-        "failed": progress.failed or None,
-        "bottleneck": progress.bottleneck,
-        "busy": progress.busy,
-    }
-    return ", ".join(filter(None, [done, as_text(figures)]))
+        self.bar.console.print(printable(line))
 
 
 @contextlib.contextmanager
-def log_file(path: Path, command: str) -> Iterator[None]:
-    """Append the log records of the context to the file at `path`, one JSON object per
-    line.
+def log_file(path: Path, command: str) -> Iterator[Log]:
+    """Yield a function that appends one JSON object per line to the file at `path`. If
+    the file cannot be written, the job goes on without the log.
 
     The first line contains the command line `command`, without the passwords in its
     URLs. The last line says how the job ended.
@@ -173,65 +151,31 @@ def log_file(path: Path, command: str) -> Iterator[None]:
     except OSError as error:
         problem = f"cannot write the log {path}: {error.strerror}; choose another file"
         raise UsageError(problem, parameter="log") from error
+
+    def log(event: str, level: str = "info", **members: Any) -> None:
+        if file.closed:
+            return
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        line = {"time": now, "level": level, "event": event, **members}
+        try:
+            file.write(json.dumps(line).encode() + b"\n")
+        except OSError as error:
+            file.close()
+            problem = f"cannot write the log {path}: {error.strerror}; the job goes on"
+            print(problem, file=sys.stderr)
+
     started = time.monotonic()
-    level_before = _LOGGER.level
-    level = logging.INFO
+    level = "info"
     end = {"status": "finished"}
     with file:
-        handler = _JsonLines(file)
-        _LOGGER.addHandler(handler)
-        _LOGGER.setLevel(logging.INFO)
-        _log("start", command=without_credentials(command))
+        log("start", command=without_credentials(command))
         try:
-            yield
+            yield log
         except BaseException as error:
             is_stop = is_stop_request(error)
-            level = logging.WARNING if is_stop else logging.ERROR
+            level = "warning" if is_stop else "error"
             end["status"] = "stopped" if is_stop else "failed"
             end["error"] = str(error) or type(error).__name__
             raise
         finally:
-            seconds = round(time.monotonic() - started, 3)
-            _log("end", level, **end, seconds=seconds)
-            _LOGGER.removeHandler(handler)
-            _LOGGER.setLevel(level_before)
-
-
-class _JsonLines(logging.Handler):
-    """Writes records as JSON objects. If the file cannot be written, the job goes
-    on without the log.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__()
-        self._file: IO[bytes] | None = file
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self._file is None:
-            return
-        when = datetime.fromtimestamp(record.created, UTC).isoformat(
-            timespec="milliseconds"
-        )
-        line = {
-            "time": when,
-            "level": record.levelname.lower(),
-            "event": record.msg,
-            **vars(record)["fields"],
-        }
-        try:
-            self._file.write(json.dumps(line).encode() + b"\n")
-        except OSError as error:
-            print(
-                f"cannot write the log {self._file.name}: {error.strerror}; the job"
-                " goes on",
-                file=sys.stderr,
-            )
-            self._file = None
-
-
-def _log(
-    event: str,
-    level: int = logging.INFO,
-    **fields: Any,
-) -> None:
-    _LOGGER.log(level, event, extra={"fields": fields})
+            log("end", level, **end, seconds=round(time.monotonic() - started, 3))

@@ -148,11 +148,10 @@ class ShardMeter:
         self._activity = activity
         self._rows = rows
         self._shards = shards
-        self._running: dict[int, ShardProgress] = {}
+        # the numbers of each unfinished shard, and the sums over all shards
+        self._running: dict[int, Counter[str]] = {}
+        self._total = Counter[str]()
         self._finished: set[int] = set()
-        self._done = 0
-        self._failed = 0
-        self._seconds = Counter[str]()
 
     def update(
         self,
@@ -169,26 +168,24 @@ class ShardMeter:
             is_final: True if the shard is finished.
         """
         if shard.shard not in self._finished:
-            before = self._running.pop(shard.shard, ShardProgress(shard.shard, 0))
-            self._done += shard.done - before.done
-            self._failed += shard.failed - before.failed
-            self._seconds.update(shard.stage_seconds)
-            self._seconds.subtract(before.stage_seconds)
+            self._total.subtract(self._running.pop(shard.shard, ()))
+            numbers = Counter(done=shard.done, failed=shard.failed)
+            numbers.update(shard.stage_seconds)
+            self._total.update(numbers)
             if is_final:
                 self._finished.add(shard.shard)
             else:
-                self._running[shard.shard] = shard
-        finished_shard = shard if is_final else None
+                self._running[shard.shard] = numbers
         return Progress(
             self._activity,
-            self._done,
+            self._total["done"],
             self._rows,
             self._shards,
             len(self._finished),
-            self._failed,
-            bottleneck(self._seconds),
-            busy_shares(self._seconds),
-            finished_shard,
+            self._total["failed"],
+            bottleneck(self._total),
+            busy_shares(self._total),
+            shard if is_final else None,
         )
 
 
@@ -266,12 +263,9 @@ def stop_on_signals() -> Iterator[ShouldStop]:
     # Python lets only the main thread set signal handlers.
     if threading.current_thread() is threading.main_thread():
         # Signals that were ignored before (by nohup, for example) stay ignored.
-        handled = [
-            number
-            for number in _SIGNALS
-            if signal.getsignal(number) is not signal.SIG_IGN
-        ]
-        previous = {number: signal.signal(number, handle) for number in handled}
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                previous[number] = signal.signal(number, handle)
     try:
         yield lambda: bool(received)
     except JobStopped as error:

@@ -59,18 +59,17 @@ def describe(value: Mapping[str, Any]) -> Iterator[str]:
     """
     width = max(map(len, value))
     if "indexed" in value:
-        outcomes = {name: value[name] for name in _OUTCOMES if name in value}
         terms = [
-            f"{count:,} {name.replace('_', ' ')}"
-            for name, count in outcomes.items()
-            if count or name in _OUTCOMES[:3]
+            f"{value[name]:,} {name.replace('_', ' ')}"
+            for name in _OUTCOMES
+            if value[name] or name in _OUTCOMES[:3]
         ]
         total = f"{counted(value['inputs'], 'input')} = {' + '.join(terms)}"
         if value.get("dry_run"):
             # Only the encoding shows which of these inputs are damaged.
             total = total.replace("indexed", "to index")
-        rest = {name: value[name] for name in value if name not in outcomes}
-        value = {**rest, "inputs": total}
+        value = {name: value[name] for name in value if name not in _OUTCOMES}
+        value["inputs"] = total
     for name, member in value.items():
         label = name.replace("_", " ")
         is_long = isinstance(member, list | tuple) and any(

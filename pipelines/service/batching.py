@@ -51,13 +51,16 @@ class Batcher:
         limits: limits on the length of the queue, the image tokens per batch, and the
             duration of a request.
         metrics: metrics that count the batches.
+        tokens_per_image: number of tokens of an image.
     """
 
     def __init__(
         self,
         limits: Limits,
         metrics: Metrics,
+        tokens_per_image: int,
     ) -> None:
+        self._tokens_per_image = tokens_per_image
         self._limits = limits
         self._metrics = metrics
         metrics.waiting.set_function(lambda: len(self._jobs))
@@ -72,7 +75,7 @@ class Batcher:
         payload: Any,
         run: Callable[[Sequence[Any]], Sequence[Any]],
         *,
-        cost: int,
+        pairs: int,
         kind: Hashable = None,
     ) -> tuple[Any, Timing]:
         """Queue work for the model, wait for the result, and return (result, times).
@@ -84,7 +87,8 @@ class Batcher:
             payload: what to compute.
             run: function that takes the payloads of several requests and returns their
                 results, in order.
-            cost: number of image tokens that the model reads for this work.
+            pairs: number of pairs of a text and an image that the model scores in the
+                time of this work.
             kind: work of equal kinds may share a batch. `run` must therefore be
                 equivalent for all work of one kind. Work of kind None runs alone.
 
@@ -93,6 +97,7 @@ class Batcher:
                 after the deadline.
             Exception: the error that `run` raised.
         """
+        cost = pairs * self._tokens_per_image
         # Estimate, from the speed of earlier batches, the seconds until this work is
         # finished. The estimate is 0 before the first batch.
         seconds = 0.0

@@ -173,7 +173,6 @@ async def _rerank(
     rows = [value for value in values if not isinstance(value, bytes)]
     is_image = np.array([isinstance(value, bytes) for value in values], dtype=bool)
     scores = np.empty(len(values))
-    tokens = index.manifest.spec.block_shape[0]
     if rows:
         try:
             row_ids = await state.files.run(requested_rows, index.committed, rows)
@@ -190,7 +189,7 @@ async def _rerank(
         hits, _ = await state.batcher.submit(
             (query, unique),
             rerank_rows,
-            cost=len(unique) * tokens,
+            pairs=len(unique),
             kind=("rerank", index.store),
         )
         of_row = {hit.row_id: hit.score for hit in hits}
@@ -250,7 +249,6 @@ async def embed(state: State, body: EmbedRequest) -> list[list[float]]:
     state.check_query(*texts)
     index = state.index
     model = index.model
-    tokens = index.manifest.spec.block_shape[0]
     embeddings: list[list[float]] = []
     if texts:
         # Encoding a text with the text tower takes about as long as scoring a pair with
@@ -258,7 +256,7 @@ async def embed(state: State, body: EmbedRequest) -> list[list[float]]:
         embeddings, _ = await state.batcher.submit(
             texts,
             lambda requests: [model.text.encode(each).tolist() for each in requests],
-            cost=len(texts) * tokens,
+            pairs=len(texts),
             kind=("embed", index.store),
         )
     elif images:

@@ -157,9 +157,7 @@ async def info(state: State) -> Json:
         "dtype": dtype,
         "pool": index.default_pool,
         "score": weights.described(),
-        "weights": {
-            part: weight for part, weight in weights.by_part().items() if weight
-        },
+        "weights": weights.by_part(),
     }
     return {
         "version": __version__,
@@ -195,9 +193,8 @@ async def search(state: State, body: SearchRequest) -> Any:
     """Search by text, by an image or the image of a row, or by text and image."""
     index = await state.opened(body.precision)
     where = body.where
-    tokens = index.manifest.spec.block_shape[0]
-    weights = index.model.weights(TEXT_TO_IMAGE, body.score or "bundle").by_part()
-    is_reranked = any(weight for part, weight in weights.items() if part != EMBEDDING)
+    weights = index.model.weights(TEXT_TO_IMAGE, body.score or "bundle")
+    is_reranked = weights.parts != (EMBEDDING,)
     # A thread for files evaluates the filter now, and the result is cached. The thread
     # of the model therefore need not read rows.
     if where is not None:
@@ -207,7 +204,7 @@ async def search(state: State, body: SearchRequest) -> Any:
     candidates = body.pool or max(body.k, index.default_pool)
     k = body.skip + (candidates if body.embedding_order else body.k)
     pool = body.skip + candidates
-    cost = tokens * (pool if is_reranked and body.query is not None else 1)
+    pairs = pool if is_reranked and body.query is not None else 1
     options: Json = {"score": body.score, "where": where}
     if body.query is not None:
         state.check_query(body.query)
@@ -230,14 +227,16 @@ async def search(state: State, body: SearchRequest) -> Any:
 
     if body.image is not None:
         (hits,), timing = await state.on_images(
-            index, [image_bytes(body.image)], search_images, cost // tokens
+            index, [image_bytes(body.image)], search_images, pairs
         )
     elif body.row_id is not None:
-        hits, timing = await state.batcher.submit(body.row_id, search_images, cost=cost)
+        hits, timing = await state.batcher.submit(
+            body.row_id, search_images, pairs=pairs
+        )
     else:
         kind = ("search", index.store, pool, *options.values())
         hits, timing = await state.batcher.submit(
-            (body.query, k), search_texts, cost=cost, kind=kind
+            (body.query, k), search_texts, pairs=pairs, kind=kind
         )
     del hits[: body.skip]
     if body.columns is not None:
@@ -266,7 +265,7 @@ async def search(state: State, body: SearchRequest) -> Any:
         "precision": index.precision,
         "hits": best[: body.k],
         "by_embedding": by_embedding,
-        "weights": {part: weight for part, weight in weights.items() if weight},
+        "weights": weights.by_part(),
         # Milliseconds that the request waited in the queue, that its batch took, and
         # that each stage of the batch took.
         "timing": {
@@ -299,15 +298,14 @@ async def search_texts(state: State, body: TextSearchRequest) -> Json:
     pool = body.pool or max(body.k, index.default_pool)
     pairs = min(pool, len(texts)) + len(texts)
     if body.image is None:
-        cost = pairs * index.manifest.spec.block_shape[0]
-        hits, _ = await state.batcher.submit(body.row_id, run, cost=cost)
+        hits, _ = await state.batcher.submit(body.row_id, run, pairs=pairs)
     else:
         (hits,), _ = await state.on_images(index, [image_bytes(body.image)], run, pairs)
-    weights = index.model.weights(IMAGE_TO_TEXT, body.score or "bundle").by_part()
+    weights = index.model.weights(IMAGE_TO_TEXT, body.score or "bundle")
     return {
         "precision": index.precision,
         "hits": [vars(hit) for hit in hits],
-        "weights": {part: weight for part, weight in weights.items() if weight},
+        "weights": weights.by_part(),
     }
 
 

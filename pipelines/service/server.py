@@ -170,9 +170,8 @@ def run_service(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         name = Path(index.root).name.removesuffix(".edje") or "index"
-        app.state.service = state = ServiceState(
-            index, name, limits, metrics, Batcher(limits, metrics)
-        )
+        batcher = Batcher(limits, metrics, index.manifest.spec.block_shape[0])
+        app.state.service = state = ServiceState(index, name, limits, metrics, batcher)
         watch = asyncio.create_task(follow_changes(state))
         on_ready()
         yield

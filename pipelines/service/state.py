@@ -191,11 +191,10 @@ class ServiceState:
             results: list[Any] = []
             for start in range(0, len(small), at_once):
                 part = small[start : start + at_once]
-                cost = len(part) * (pairs + _PAIRS_PER_IMAGE)
                 values, timing = await self.batcher.submit(
                     part,
                     lambda parts: [run(part) for part in parts],
-                    cost=cost * index.manifest.spec.block_shape[0],
+                    pairs=len(part) * (pairs + _PAIRS_PER_IMAGE),
                 )
                 results += values
         return results, timing

@@ -44,7 +44,7 @@ from pipelines.sources.base import (
     read_head,
     unreadable,
 )
-from pipelines.sources.kinds import TableSource, TreeSource, scan_ahead
+from pipelines.sources.kinds import TableSource, TreeSource, is_packed, iter_all
 from storage_formats.errors import UsageError
 from storage_formats.format.source_columns import metadata_text
 from storage_formats.remote.files import list_remote_folder, require_libraries
@@ -116,13 +116,9 @@ def open_sources(
             parameter="column",
         )
     for source, other in _contained(sources):
-        if _real_path(source) == _real_path(other):
-            raise SourceError(
-                f"{other.spec} and {source.spec} are the same source; name this source"
-                " once"
-            )
         raise SourceError(
-            f"{source.spec} is inside {other.spec}; leave out one of these sources"
+            f"{other.spec} contains all inputs of {source.spec}; leave out one of these"
+            " sources"
         )
     return sources
 
@@ -133,18 +129,6 @@ def without_nested(sources: Sequence[Source]) -> list[Source]:
     """
     contained = {id(source) for source, _ in _contained(sources)}
     return [source for source in sources if id(source) not in contained]
-
-
-def iter_all(sources: Sequence[Source]) -> Iterator[InputRef]:
-    """Yield the inputs of all sources in row order."""
-    # Threads list consecutive archives and Parquet files in parallel, because a thread
-    # that reads their headers mostly waits for the disk.
-    for are_packed, group in itertools.groupby(sources, _is_packed):
-        if are_packed:
-            yield from scan_ahead(list(group))
-        else:
-            for source in group:
-                yield from source.iter_inputs()
 
 
 def hash_and_mark_duplicates(refs: Iterable[InputRef]) -> Iterator[InputRef]:
@@ -296,9 +280,7 @@ class Listing:
     @property
     def ignored(self) -> dict[str, int]:
         """Number of entries that are not inputs, by suffix or reason."""
-        total: Counter[str] = Counter()
-        for source in self.sources:
-            total.update(source.ignored)
+        total = sum((Counter(source.ignored) for source in self.sources), Counter())
         return dict(sorted(total.items()))
 
 
@@ -371,10 +353,6 @@ def open_source(
             f"{spec} is a video; set the number of frames per clip to index videos"
         )
     raise SourceError(f"{spec} is not a source of images; give {ACCEPTED}")
-
-
-def _is_packed(source: Source) -> bool:
-    return container_kind(source.spec) is not None
 
 
 def _open_table(spec: str, column: str | None) -> TableSource:
@@ -477,12 +455,14 @@ def _contained(sources: Sequence[Source]) -> Iterator[tuple[Source, Source]]:
         while parent not in folders and parent != os.path.dirname(parent):
             parent = os.path.dirname(parent)
         outer = folders.get(parent)
+        if outer is None:
+            continue
         # A directory source reads an archive or a Parquet file only if there are no
         # images or clips beside it, and no list.
         is_part = isinstance(source, TreeSource)
-        if outer is not None and _is_packed(source):
+        if is_packed(source):
             is_part = not is_url(path) and not holds_inputs(
                 names_in(os.path.dirname(path)), source.clips
             )
-        if outer is not None and is_part:
+        if is_part:
             yield source, outer

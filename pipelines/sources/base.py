@@ -4,7 +4,6 @@ inputs, and inputs that are whole files.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import stat
@@ -12,7 +11,6 @@ import unicodedata
 import urllib.parse
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from edje_index.images.clips import clip_format
@@ -26,7 +24,7 @@ from edje_index.inputs.containers import split_uri
 from edje_index.inputs.names import (
     filled,
     has_input_suffix,
-    is_litter,
+    is_hidden,
     parse_sidecars,
 )
 from edje_index.inputs.ranges import PointerError
@@ -61,7 +59,7 @@ class Patterns:
         exclude: inputs that match are not used.
 
     Attributes:
-        unmatched: patterns that no input has matched so far.
+        unmatched: patterns that no input has matched so far, compiled.
 
     Raises:
         UsageError: a pattern is not valid.
@@ -72,20 +70,19 @@ class Patterns:
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
     ) -> None:
-        self.unmatched = [*include, *exclude]
+        self.unmatched: dict[str, Any] = {}
         self._include: Any = None
         self._exclude: Any = None
-        if not self.unmatched:
+        if not include and not exclude:
             return
         with name_missing_extra("build"):
             from pathspec import GitIgnoreSpec
         try:
             self._include = GitIgnoreSpec.from_lines(include) if include else None
             self._exclude = GitIgnoreSpec.from_lines(exclude)
-            self._single = {
-                pattern: GitIgnoreSpec.from_lines([pattern.removeprefix("!")])
-                for pattern in self.unmatched
-            }
+            for pattern in (*include, *exclude):
+                spec = GitIgnoreSpec.from_lines([pattern.removeprefix("!")])
+                self.unmatched[pattern] = spec
         except ValueError as error:
             raise UsageError(
                 f"a pattern is not valid: {error}; write patterns as in .gitignore",
@@ -99,25 +96,28 @@ class Patterns:
         """Return True if the input with this path in its source is used. There must be
         patterns.
         """
-        for pattern in list(self.unmatched):
-            if self._single[pattern].match_file(path):
+        for pattern, spec in list(self.unmatched.items()):
+            if spec.match_file(path):
                 # Another thread may have removed it.
-                with contextlib.suppress(ValueError):
-                    self.unmatched.remove(pattern)
+                self.unmatched.pop(pattern, None)
         is_included = self._include is None or self._include.match_file(path)
         return bool(is_included and not self._exclude.match_file(path))
 
 
-@dataclass
 class Source(ABC):
     """A source of images and clips.
 
-    Attributes:
+    Args:
         spec: the source as the user named it: a path, a URL, or "-" for standard input.
         is_directory: True for a directory.
-        path: absolute path of the directory or file, or its URL.
+        column: name of the column of images in tables and Parquet files; None selects
+            one, see `edje_index.inputs.tables.Table`.
         clips: True if video files are inputs, too. Otherwise they are ignored, unless a
             list names them.
+
+    Attributes:
+        path: absolute path of the directory or file, or its URL; "-" for standard
+            input.
         ignored: number of entries that are not inputs, in the latest pass over the
             source. Keys are suffixes (".txt") or reasons ("(hidden)").
         inputs: number of inputs in the latest pass.
@@ -127,18 +127,24 @@ class Source(ABC):
             archives in a directory with images. The values are the reasons.
     """
 
-    spec: str
-    is_directory: bool = False
-    path: bytes = field(init=False)
-    ignored: Ignored = field(init=False, default_factory=Ignored)
-    clips: bool = field(default=False, kw_only=True)
-    inputs: int = field(init=False, default=0)
-    patterns: Patterns = field(init=False, default_factory=Patterns)
-    unread: set[str] = field(init=False, default_factory=set)
-    hidden: dict[str, str] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.path = absolute_path(self.spec)
+    def __init__(
+        self,
+        spec: str,
+        is_directory: bool = False,
+        column: str | None = None,
+        *,
+        clips: bool = False,
+    ) -> None:
+        self.spec = spec
+        self.is_directory = is_directory
+        self.column = column
+        self.clips = clips
+        self.path = absolute_path(spec)
+        self.ignored = Ignored()
+        self.inputs = 0
+        self.patterns = Patterns()
+        self.unread: set[str] = set()
+        self.hidden: dict[str, str] = {}
 
     def iter_inputs(self) -> Iterator[InputRef]:
         """Yield every input once, always in the same order.
@@ -224,15 +230,17 @@ def unreadable(spec: str, error: Exception) -> SourceError:
 
 
 def absolute_path(spec: str) -> bytes:
-    """Return the absolute path of a source, or its URL."""
-    return os.fsencode(spec) if is_url(spec) else os.path.abspath(os.fsencode(spec))
+    """Return the absolute path of a source, or its URL. The name `-` of standard input
+    is returned unchanged.
+    """
+    if spec == STANDARD_INPUT or is_url(spec):
+        return os.fsencode(spec)
+    return os.path.abspath(os.fsencode(spec))
 
 
 def absolute_spec(spec: str) -> str:
-    """Return a source in the form that the index records: an absolute path or a URL.
-    The name `-` of standard input is returned unchanged.
-    """
-    return spec if spec == STANDARD_INPUT else os.fsdecode(absolute_path(spec))
+    """Return a source in the form that the index records, see `absolute_path`."""
+    return os.fsdecode(absolute_path(spec))
 
 
 def holds_inputs(names: Iterable[bytes], clips: bool) -> bool:
@@ -271,7 +279,7 @@ def ignored_as(
     parts = [part for part in parts if part not in (b"", b".", b"..")]
     if not parts:
         return "(not a file)"
-    if any(part.startswith(b".") or is_litter(part) for part in parts):
+    if any(map(is_hidden, parts)):
         return "(hidden)"
     if has_input_suffix(name, clips):
         return None
@@ -303,13 +311,16 @@ def file_input(
     if is_url(path):
         require_libraries(os.fsdecode(path))
         return InputRef(uri, path, size=size, metadata=metadata)
+    problem = None
     try:
         status = os.stat(path)
+        if stat.S_ISREG(status.st_mode):
+            size = status.st_size
+        else:
+            problem = "unreadable"
     except (OSError, ValueError) as error:
-        return InputRef(uri, path, problem=problem_of(error), metadata=metadata)
-    if not stat.S_ISREG(status.st_mode):
-        return InputRef(uri, path, problem="unreadable", metadata=metadata)
-    return InputRef(uri, path, size=status.st_size, metadata=metadata)
+        problem = problem_of(error)
+    return InputRef(uri, path, size=size, problem=problem, metadata=metadata)
 
 
 def listed_input(value: Any, directory: bytes) -> InputRef | None:
@@ -407,10 +418,8 @@ def lost_file(source: Source, error: Exception) -> InputRef:
     """
     # An OSError without a number does not come from the system: pyarrow raises it for a
     # damaged file.
-    is_damage = not isinstance(error, OSError | ImageError) or (
-        isinstance(error, OSError) and error.errno is None
-    )
-    problem = "damaged-archive" if is_damage else problem_of(error)
+    is_reason = isinstance(error, ImageError) or getattr(error, "errno", None)
+    problem = problem_of(error) if is_reason else "damaged-archive"
     if is_url(source.path) and problem in ("missing", "unreadable"):
         raise unreadable(source.spec, error) from error
     return InputRef(display_path(source.path), source.path, problem=problem)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,12 @@ from edje_index.inputs.names import (
     SIDECAR_SUFFIXES,
     file_name,
     has_input_suffix,
-    is_litter,
+    is_hidden,
     join_sidecars,
-    sidecar_names,
 )
 from edje_index.inputs.ranges import open_file, open_ranged
 from edje_index.inputs.refs import InputRef, display_path
-from edje_index.inputs.tables import STANDARD_INPUT, UNREADABLE, Table, add_captions
+from edje_index.inputs.tables import UNREADABLE, Table, add_captions
 from edje_index.inputs.tars import Member
 from pipelines.sources.base import (
     Source,
@@ -48,6 +48,7 @@ from pipelines.sources.base import (
     lost_file,
     problem_of,
     read_head,
+    unreadable,
 )
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
@@ -67,7 +68,6 @@ _FileId = tuple[int, int]
 # name of an input -> suffix of a metadata file -> name of the metadata file
 _Sidecars = dict[bytes, dict[str, bytes]]
 
-_LITTER = "(thumbnails, trash)"
 _NO_IMAGE = "(row without an image)"
 # Tables with the metadata of the images in a directory, as Hugging Face Datasets reads
 # them. Their column `_NAME` names the images.
@@ -81,28 +81,25 @@ _HUB_CACHE = {b"blobs", b"refs", b"snapshots"}
 _MAX_PATHS = 16
 
 
-@dataclass
 class _Directory:
     """The contents of a directory.
 
     Attributes:
         files: sizes of the files in bytes, by name. The size of a local file is None.
-        links: names of the symbolic links to files, and of broken links with the suffix
-            of an input.
-        directories: names of the subdirectories.
-        linked_directories: names of the symbolic links to directories.
+        links: names in `files` of symbolic links. They include broken links with the
+            suffix of an input.
+        directories: names of the subdirectories. The value is True for a symbolic link.
         earlier: paths under which the same directory was listed before.
     """
 
-    path: bytes
-    files: dict[bytes, int | None] = field(default_factory=dict)
-    links: set[bytes] = field(default_factory=set)
-    directories: set[bytes] = field(default_factory=set)
-    linked_directories: set[bytes] = field(default_factory=set)
-    earlier: list[bytes] = field(default_factory=list)
+    def __init__(self, path: bytes) -> None:
+        self.path = path
+        self.files: dict[bytes, int | None] = {}
+        self.links: set[bytes] = set()
+        self.directories: dict[bytes, bool] = {}
+        self.earlier: list[bytes] = []
 
 
-@dataclass
 class TreeSource(Source):
     """The images in a directory and its subdirectories, in an archive, or in one image
     file.
@@ -129,27 +126,18 @@ class TreeSource(Source):
     example links, become inputs with a problem such as "unsupported-member". If the
     archive is damaged, one input with the problem "truncated-archive",
     "damaged-archive" or "too-expensive" replaces all members after the damage.
-
-    Attributes:
-        column: name of the column of images in Parquet files; None selects the column
-            by its content.
     """
-
-    column: str | None = None
 
     def _iter_inputs(self) -> Iterator[InputRef]:
         if not self.is_directory:
-            is_archive = container_kind(self.spec) is not None
-            yield from self._members() if is_archive else [file_input(self.path)]
+            yield from self._members() if is_packed(self) else [file_input(self.path)]
             return
         # paths of each directory, archive and Parquet file that was read
         self._visited: dict[_FileId, list[bytes]] = {}
-        # directory -> names of its files that were used through a link
-        self._linked: dict[_FileId, set[bytes]] = {}
+        # the files that were used through a link
+        self._linked: set[_FileId] = set()
         # path of a photo in a metadata table, without links -> its values
         self._listed: dict[bytes, dict[Any, Any]] = {}
-        # paths in `_listed` at which no file has been found so far
-        self._without_file: set[bytes] = set()
         # directories whose metadata table is damaged
         self._damaged: list[bytes] = []
         pending = [self.path.rstrip(b"/") if is_url(self.path) else self.path]
@@ -162,16 +150,12 @@ class TreeSource(Source):
                 yield InputRef(display_path(path), path, problem=problem_of(error))
                 continue
             yield from self._inputs(directory)
-            pending += [
-                os.path.join(path, name)
-                for name in sorted(directory.directories, reverse=True)
-            ]
-            links += [
-                os.path.join(path, name)
-                for name in sorted(directory.linked_directories)
-            ]
-        if self._without_file:
-            self.ignored.count("(metadata without a file)", len(self._without_file))
+            below: list[bytes] = []
+            for name, is_link in sorted(directory.directories.items()):
+                (links if is_link else below).append(os.path.join(path, name))
+            pending += reversed(below)
+        if missing := sum(not os.path.exists(path) for path in self._listed):
+            self.ignored.count("(metadata without a file)", missing)
 
     def _list(self, path: bytes) -> _Directory:
         """Return the contents of a directory or URL. The result is empty for a
@@ -179,12 +163,7 @@ class TreeSource(Source):
         """
         directory = _Directory(path)
         if is_url(path):
-            contents = list_remote_folder(os.fsdecode(path))
-            if contents is None:
-                raise ValueError(
-                    f"the server of {self.spec} does not list directories; give the"
-                    " URLs of files"
-                )
+            contents = list_remote_folder(os.fsdecode(path)) or ({}, [])
             # Except on Azure, a directory on a server exists only if it contains files.
             # An empty list of contents is therefore an error of the server.
             if not any(contents) and scheme_of(self.spec) != "az":
@@ -193,29 +172,22 @@ class TreeSource(Source):
             directory.files = {
                 os.fsencode(name): size for name, size in contents[0].items()
             }
-            directory.directories = set(map(os.fsencode, contents[1]))
+            directory.directories = dict.fromkeys(map(os.fsencode, contents[1]), False)
         else:
             self._scan(directory)
-        for name in directory.directories | directory.linked_directories:
-            if not name:
-                self.ignored.count("(no name)")
-            elif name.startswith(b"."):
+        for name in list(directory.directories):
+            # On a server, a name may be empty.
+            if not name or is_hidden(name):
                 self.ignored.count("(hidden)")
-            elif is_litter(name):
-                self.ignored.count(_LITTER)
-            else:
-                continue
-            directory.directories.discard(name)
-            directory.linked_directories.discard(name)
+                del directory.directories[name]
         # In the cache of the Hub, the files in `snapshots` are links to `blobs`, where
         # no file has its name.
-        if directory.directories >= _HUB_CACHE:
-            directory.directories.remove(b"blobs")
+        if directory.directories.keys() >= _HUB_CACHE:
+            del directory.directories[b"blobs"]
             self.ignored.count("(folder seen)")
         is_index = (
             b"index.json" in directory.files
-            and {b"manifest", b"rows", b"tokens"}
-            <= directory.directories | directory.linked_directories
+            and {b"manifest", b"rows", b"tokens"} <= directory.directories.keys()
         )
         if is_index or (
             b"build" in directory.directories
@@ -239,17 +211,17 @@ class TreeSource(Source):
             for entry in listing:
                 if entry.is_file(follow_symlinks=False):
                     directory.files[entry.name] = None
-                elif entry.is_dir(follow_symlinks=False):
-                    directory.directories.add(entry.name)
-                elif os.path.isdir(entry.path):
-                    directory.linked_directories.add(entry.name)
-                elif os.path.isfile(entry.path):
-                    directory.links.add(entry.name)
-                elif os.path.exists(entry.path):
+                # The name of a directory may be too long to be followed.
+                elif entry.is_dir(follow_symlinks=False) or os.path.isdir(entry.path):
+                    directory.directories[entry.name] = entry.is_symlink()
+                elif os.path.exists(entry.path) and not os.path.isfile(entry.path):
                     self.ignored.count("(not a file)")
-                elif has_input_suffix(
-                    entry.name, self.clips
-                ) or entry.name.lower().endswith(_METADATA):
+                elif (
+                    os.path.exists(entry.path)
+                    or has_input_suffix(entry.name, self.clips)
+                    or entry.name.lower().endswith(_METADATA)
+                ):
+                    directory.files[entry.name] = None
                     directory.links.add(entry.name)
                 else:
                     self.ignored.count("(broken link)")
@@ -260,50 +232,50 @@ class TreeSource(Source):
         """Yield the inputs among the files of a directory, and then those in its
         archives and Parquet files.
         """
-        listed = sorted({*directory.files, *directory.links})
+        listed = sorted(directory.files)
         tables = {
             name for name in listed if name in _TABLES and self._join(directory, name)
         }
-        sidecars = join_sidecars(listed, self.clips)
-        used = sidecar_names(sidecars) | tables
+        sidecars, used = join_sidecars(listed, self.clips)
+        used |= tables
         names = [name for name in listed if name not in used]
         reads_packed = not holds_inputs(names, self.clips)
         files: list[bytes] = []
         packed: list[bytes] = []
         for name in names:
-            is_packed = container_kind(os.fsdecode(name)) is not None
-            is_read = is_packed and reads_packed and not name.startswith(b".")
-            (packed if is_read else files).append(name)
-            if is_packed and not reads_packed:
-                self.hidden[display_path(os.path.join(directory.path, name))] = (
-                    "it is not read, because images lie beside it: move them"
-                )
+            path = os.path.join(directory.path, name)
+            if container_kind(os.fsdecode(name)) is None or name.startswith(b"."):
+                files.append(name)
+            elif reads_packed:
+                packed.append(path)
+            else:
+                files.append(name)
+                reason = "it is not read, because images lie beside it: move them"
+                self.hidden[display_path(path)] = reason
         read = functools.partial(self._file, directory, sidecars)
-        is_server = is_url(directory.path)
-        refs = (
-            ordered_map(read, files, _FILES_AT_ONCE, 4 * _FILES_AT_ONCE)
-            if is_server
-            else map(read, files)
-        )
+        refs: Iterable[InputRef | None] = map(read, files)
+        if is_url(directory.path):
+            refs = ordered_map(read, files, _FILES_AT_ONCE, 4 * _FILES_AT_ONCE)
         yield from (ref for ref in refs if ref is not None)
         sources: list[Source] = []
         # the earlier paths of each archive
-        earlier: dict[bytes, list[bytes] | None] = {}
-        for path in (os.path.join(directory.path, name) for name in packed):
+        earlier: dict[bytes, list[bytes]] = {}
+        for path in packed:
             try:
-                earlier[path] = [] if is_server else self._earlier_paths(path)
+                paths = [] if is_url(path) else self._earlier_paths(path)
             except OSError as error:
                 yield InputRef(display_path(path), path, problem=problem_of(error))
                 continue
-            if earlier[path] is None:
+            if paths is None:
                 self.ignored.count("(link seen)")
                 continue
+            earlier[path] = paths
             source = packed_source(os.fsdecode(path), self.column, clips=self.clips)
             source.unread = self.unread
             sources.append(source)
-        for ref in scan_ahead(sources):
+        for ref in iter_all(sources):
             member = ref.uri.removeprefix(display_path(ref.path))
-            if self._is_used(member, earlier.get(ref.path) or ()):
+            if self._is_used(member, earlier.get(ref.path, ())):
                 self.ignored.count("(link seen)")
             else:
                 yield ref
@@ -328,8 +300,6 @@ class TreeSource(Source):
             if key is not None:
                 self.ignored.count(key, 1 + len(sidecars.get(name, ())))
                 return None
-            real = os.path.realpath(path) if self._listed else path
-            self._without_file.discard(real)
             if not self._is_selected(uri):
                 self.ignored.count("(excluded)")
                 return None
@@ -342,29 +312,24 @@ class TreeSource(Source):
             suffix: _read_sidecar(os.path.join(directory.path, sidecar))
             for suffix, sidecar in sidecars.get(name, {}).items()
         }
-        values = self._listed.pop(real, {})
+        values = self._listed and self._listed.pop(os.path.realpath(path), {})
         if path.startswith(tuple(self._damaged)):
             self.unread.add(uri)
         metadata = self._metadata(uri, contents, values)
         return file_input(path, size=size, metadata=metadata)
 
-    def _join(
-        self,
-        directory: _Directory,
-        name: bytes,
-    ) -> bool:
+    def _join(self, directory: _Directory, name: bytes) -> bool:
         """Read the metadata table `name` of a directory, whose column `file_name` names
         the photos. Return False if the table has no such column.
         """
         table = Table(os.fsdecode(os.path.join(directory.path, name)), _NAME)
         try:
             table.check()
-        except UsageError as error:
-            cause = error.__cause__
-            if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
-                raise
-            if cause is None:
-                return False
+        except UsageError:
+            return False
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                raise unreadable(table.path, error) from error
             # The table is damaged or a broken link, and may have had this column.
             self.ignored.count(UNREADABLE)
             self._damaged.append(os.path.join(directory.path, b""))
@@ -379,9 +344,8 @@ class TreeSource(Source):
             listed = str(entry.image or "").replace("\\", "/")
             photo = listed_input(os.path.normpath(listed), directory.path)
             if photo is not None:
-                real = os.path.realpath(photo.path)
-                self._without_file.add(real)
-                first = self._listed.setdefault(real, values)
+                path = os.path.realpath(photo.path)
+                first = self._listed.setdefault(path, values)
                 if first is not values:
                     add_captions(first, values)
         if self.ignored.get(UNREADABLE, 0) > before:
@@ -397,7 +361,7 @@ class TreeSource(Source):
             with open_ranged(
                 self.path, only_headers=name.endswith((".tar", ".zip"))
             ) as file:
-                archive = ARCHIVES[kind][0](file)
+                archive = ARCHIVES[kind](file)
                 container = Container(kind, file.length)
                 for member, contents in members_with_sidecars(archive, self.clips):
                     key = ignored_as(
@@ -447,27 +411,25 @@ class TreeSource(Source):
         """Return True if a file is used under another path, too. If `name` is a link,
         record its target as used.
         """
+        path = os.path.join(directory.path, name)
         if name not in directory.links:
-            if self._linked and name in self._linked.get(_file_id(directory.path), ()):
+            if self._linked and _file_id(path) in self._linked:
                 return True
             return self._is_used(f"/{display_path(name)}", directory.earlier)
-        path = os.path.join(directory.path, name)
         if not os.path.isfile(path):
             return False
-        target_directory, target = os.path.split(os.path.realpath(path))
-        home = _file_id(target_directory)
+        folder, target = os.path.split(os.path.realpath(path))
+        earlier = self._visited.get(_file_id(folder), ())
         if (
-            self._is_used(f"/{display_path(target)}", self._visited.get(home, ()))
+            self._is_used(f"/{display_path(target)}", earlier)
             and ignored_as(target, lambda: read_head(path), clips=self.clips) is None
         ):
             return True
-        used = self._linked.setdefault(home, set())
-        is_repeated = target in used
-        used.add(target)
+        is_repeated = _file_id(path) in self._linked
+        self._linked.add(_file_id(path))
         return is_repeated
 
 
-@dataclass
 class TableSource(Source):
     """The images of a table (see `edje_index.inputs.tables`), in its order. The values
     of an entry are the metadata of its image.
@@ -478,51 +440,46 @@ class TableSource(Source):
     "<table>#<number of the entry>". A row of a Parquet file of images without bytes and
     without a path is ignored and counted.
 
-    Attributes:
-        column: the column of images; None selects one, see `Table`.
+    Args:
         images_only: True for a Parquet file in a directory, see `Table`.
     """
 
-    column: str | None = None
-    images_only: bool = False
-    table: Table = field(init=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # For standard input, this is the working directory.
-        name = file_name(os.fsdecode(self.path))
-        self._directory = os.path.dirname(os.fsencode(name))
-        if self.spec == STANDARD_INPUT:
-            self.path = b"-"
-        self.table = Table(
-            os.fsdecode(self.path),
-            self.column,
-            images_only=self.images_only,
-        )
+    def __init__(
+        self,
+        spec: str,
+        column: str | None = None,
+        *,
+        images_only: bool = False,
+        clips: bool = False,
+    ) -> None:
+        super().__init__(spec, column=column, clips=clips)
+        self.table = Table(os.fsdecode(self.path), column, images_only=images_only)
 
     def _iter_inputs(self) -> Iterator[InputRef]:
         table = self.table
+        name = os.fsencode(file_name(os.fsdecode(self.path)))
+        # Standard input has no directory.
+        directory = os.path.dirname(name) or os.getcwdb()
         try:
             for entry in table.entries(self.ignored.count):
-                uri = f"{display_path(self.path)}#{entry.number}"
                 ref: InputRef | None
-                if entry.has_bytes:
+                if entry.container is not None:
                     row = entry.number - 1
-                    container = Container(PARQUET, table.length, table.column or "")
                     uri = f"{display_path(self.path)}!{table.column}/{row}"
-                    ref = InputRef(uri, self.path, container, row)
+                    ref = InputRef(uri, self.path, entry.container, row)
                 elif table.has_bytes and not entry.image:
                     self.ignored.count(_NO_IMAGE)
                     continue
                 else:
-                    ref = listed_input(entry.image, self._directory)
+                    ref = listed_input(entry.image, directory)
                 if ref is None:
+                    uri = f"{display_path(self.path)}#{entry.number}"
                     ref = InputRef(uri, self.path, problem="bad-list-line")
                 metadata = self._metadata(ref.uri, {}, entry.values)
                 yield replace(ref, metadata=metadata)
         except (OSError, ValueError, EOFError, pa.ArrowException) as error:
-            if not (table.has_bytes or self.images_only):
-                raise
+            if not (table.has_bytes or table.images_only):
+                raise unreadable(self.spec, error) from error
             yield lost_file(self, error)
 
 
@@ -571,15 +528,21 @@ def packed_source(
     return TreeSource(spec, clips=clips)
 
 
-def scan_ahead(sources: Sequence[Source]) -> Iterator[InputRef]:
-    """Yield the inputs of archives and Parquet files in order. Threads list the next
-    sources ahead of the caller.
+def iter_all(sources: Iterable[Source]) -> Iterator[InputRef]:
+    """Yield the inputs of all sources in row order. Threads list consecutive archives
+    and Parquet files ahead of the caller, because a thread that reads their headers
+    mostly waits for the disk.
     """
-    if len(sources) == 1:
-        yield from sources[0].iter_inputs()
-        return
-    listed = ordered_map(
-        lambda source: list(source.iter_inputs()), sources, *_PACKED_AT_ONCE
-    )
-    for refs in listed:
-        yield from refs
+    for are_packed, group in itertools.groupby(sources, is_packed):
+        together = list(group)
+        listed: Iterable[Iterable[InputRef]] = map(Source.iter_inputs, together)
+        if are_packed and len(together) > 1:
+            listed = ordered_map(
+                lambda source: list(source.iter_inputs()), together, *_PACKED_AT_ONCE
+            )
+        yield from itertools.chain.from_iterable(listed)
+
+
+def is_packed(source: Source) -> bool:
+    """Return True for an archive or a Parquet file."""
+    return container_kind(source.spec) is not None

@@ -608,24 +608,7 @@ def decoder(form: Format, has_offset: bool) -> Callable[..., None]:
                             words[i] = _unpacked(records[codes_at + i], code_bits)
                         for i in range(width):
                             wide[i] = _widened(codes[i], code_bits)
-                    if group:
-                        for piece in range(ZERO, done, PIECE):
-                            left = scale_values[records[scales_at + piece // per_scale]]
-                            middle = (piece + HALF_PIECE) // per_scale
-                            right = scale_values[records[scales_at + middle]]
-                            left *= unit
-                            right *= unit
-                            for i in range(PIECE):
-                                factor = left if i < HALF_PIECE else right
-                                number = _number(wide[piece + i], is_float)
-                                bits[target + piece + i] = _total(
-                                    number,
-                                    factor,
-                                    offset[at + piece + i],
-                                    is_float,
-                                    has_offset,
-                                )
-                    elif code_bits == ONE:
+                    if code_bits == ONE:
                         done = done - done % (TWO * PIECE)
                         for piece in range(ZERO, done >> ONE, PIECE):
                             word_at = codes_at + (piece >> TWO)
@@ -653,26 +636,29 @@ def decoder(form: Format, has_offset: bool) -> Callable[..., None]:
                                 pairs[pair + i] = np.uint32(
                                     a >> np.uint32(16)
                                 ) | np.uint32(b & np.uint32(0xFFFF0000))
-                    elif code_bits == EIGHT:
-                        for i in range(done):
-                            number = _number(records[codes_at + i], is_float)
-                            bits[target + i] = _total(
-                                number,
-                                scale * unit,
-                                offset[at + i],
-                                is_float,
-                                has_offset,
-                            )
                     else:
-                        for i in range(done):
-                            number = _number(wide[i], is_float)
-                            bits[target + i] = _total(
-                                number,
-                                scale * unit,
-                                offset[at + i],
-                                is_float,
-                                has_offset,
-                            )
+                        step = PIECE if group else width
+                        for begin in range(ZERO, done, step):
+                            left = right = scale * unit
+                            if group:
+                                left = scale_values[
+                                    records[scales_at + begin // per_scale]
+                                ]
+                                middle = (begin + HALF_PIECE) // per_scale
+                                right = scale_values[records[scales_at + middle]]
+                                left *= unit
+                                right *= unit
+                            for i in range(step):
+                                code = wide[begin + i]
+                                if code_bits == EIGHT:
+                                    code = records[codes_at + begin + i]
+                                bits[target + begin + i] = _total(
+                                    _number(code, is_float),
+                                    left if i < HALF_PIECE else right,
+                                    offset[at + begin + i],
+                                    is_float,
+                                    has_offset,
+                                )
                     for i in range(done, width):
                         byte = records[codes_at + ((i * code_bits) >> THREE)]
                         shift = np.uint8((i * code_bits) & np.uint64(7))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from storage_formats.atomic import naming
 from storage_formats.errors import CorruptIndexError
-from storage_formats.format.index_files import IndexFile, open_regular
+from storage_formats.format.index_files import open_regular, read_index_file
 from storage_formats.format.layout import Layout
 
 _CHUNK_BYTES = 8 << 20
@@ -66,14 +66,10 @@ def read_checksums(
         OSError: the file cannot be read.
     """
     path = layout.checksums(precision, shard)
-    with IndexFile(layout.root, path) as file:
-        length = os.fstat(file.fileno()).st_size
-        # np.fromfile is not used here: if the device fails, it returns fewer values,
-        # whereas `read` raises an OSError.
-        data = file.read(4 * rows) if length == 4 * rows else b""
+    data = read_index_file(layout.root, path, max_bytes=4 * rows)
     if len(data) != 4 * rows:
         raise CorruptIndexError(
-            f"the checksum file {path} has {length} bytes instead of {4 * rows}",
+            f"the checksum file {path} has {len(data)} bytes instead of {4 * rows}",
             remedy="verify",
         )
     return np.frombuffer(data, dtype="<u4")

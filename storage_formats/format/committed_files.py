@@ -5,25 +5,29 @@ section 5).
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from storage_formats.errors import CorruptIndexError, cannot_read
-from storage_formats.format.file_check import EXCHANGED, FileEntry, open_committed
+from storage_formats.arrays import Ints
+from storage_formats.errors import CorruptIndexError
+from storage_formats.format.file_check import (
+    EXCHANGED,
+    FileEntry,
+    open_committed,
+    parsing,
+)
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import ParquetRowGroups
 from storage_formats.format.shard_table import table_lines
 from storage_formats.threads import fork_safe_lock
 
-# Number of shards that are looked up at once. The lines of 1,024 consecutive shards are
-# in one or a few row groups of a shard table.
-_SHARDS_PER_READ = 1024
-
-T = TypeVar("T")
+# number of Parquet files whose footers are kept in memory
+_KEPT_FOOTERS = 64
 
 
 class CommittedFiles:
@@ -42,7 +46,6 @@ class CommittedFiles:
     def __init__(self, index: CommittedIndex, name: str) -> None:
         self._name = name
         self._index = index
-        self._tables: dict[int, CommittedTable] = {}
         # (length, checksum) of each file, by shard
         self._known: dict[int, tuple[int, int]] = {}
         self._lock = fork_safe_lock()
@@ -56,136 +59,62 @@ class CommittedFiles:
                 file of one of `shards`.
         """
         requested = list(shards)
-        paths = {shard: self._name.format(shard) for shard in requested}
+        files = {}
         with self._lock:
-            missing = sorted({*requested} - self._known.keys())
-            for _, lines in _read_lines(self._index, self._tables, missing, self._own):
-                self._known.update(lines)
-            for shard in missing:
+            self._look_up(sorted({*requested} - self._known.keys()))
+            for shard in requested:
+                path = self._name.format(shard)
                 if shard not in self._known:
                     raise CorruptIndexError(
-                        f"no shard table lists {paths[shard]}", remedy="verify"
+                        f"no shard table lists {path}", remedy="verify"
                     )
-            return {
-                shard: FileEntry(path, *self._known[shard])
-                for shard, path in paths.items()
-            }
+                files[shard] = FileEntry(path, *self._known[shard])
+        return files
 
-    def _own(self, group: pa.Table) -> dict[int, tuple[int, int]]:
-        """Return the length and the checksum of each file of this kind that `group`, a
-        row group of a shard table, lists, by shard.
+    def _look_up(self, shards: Sequence[int]) -> None:
+        """Read the row groups of the shard tables that can list one of `shards`, in
+        ascending order.
         """
+        spec = self._index.spec
         folder = self._name.rpartition("/")[0] + "/"
-        return {
-            shard: (file.bytes, file.crc32c)
-            for shard, file in table_lines(
-                group.filter(pc.starts_with(group["path"], folder))
-            )
-            if file.path == self._name.format(shard)
-        }
+        starts = [each.first_row // spec.shard_size for each in spec.used_segments]
+        # A shard belongs to the last segment that begins at or before the shard.
+        for number, of_segment in itertools.groupby(
+            shards, lambda shard: bisect.bisect_right(starts, shard) - 1
+        ):
+            entry = self._index.manifest.shard_tables[number]
+            with parsing(f"the table {self._index.root / entry.path}", EXCHANGED):
+                for group in table_groups(self._index, entry, "shard", [*of_segment]):
+                    own = group.filter(pc.starts_with(group["path"], folder))
+                    for shard, file in table_lines(own):
+                        if file.path == self._name.format(shard):
+                            self._known[shard] = (file.bytes, file.crc32c)
 
 
-def iter_shard_files(
-    index: CommittedIndex, shards: Sequence[int]
-) -> Iterator[tuple[int, dict[str, FileEntry]]]:
-    """Yield (shard number, entries of the files of this shard in the shard tables,
-    keyed by path) for each of `shards`.
-
-    For a shard that no table lists, the mapping of entries is empty. Memory use does
-    not depend on the number of shards.
-
-    Args:
-        shards: shard numbers, ascending. Each shard must belong to a segment.
-    """
-    tables: dict[int, CommittedTable] = {}
-    for start in range(0, len(shards), _SHARDS_PER_READ):
-        group = shards[start : start + _SHARDS_PER_READ]
-        files: dict[int, dict[str, FileEntry]] = {shard: {} for shard in group}
-        for of_segment, lines in _read_lines(index, tables, group, table_lines):
-            for shard, file in lines:
-                if shard in of_segment and shard in files:
-                    files[shard][file.path] = file
-        yield from files.items()
-
-
-def _read_lines(
+def table_groups(
     index: CommittedIndex,
-    opened: dict[int, CommittedTable],
-    shards: Sequence[int],
-    convert: Callable[[pa.Table], T],
-) -> Iterator[tuple[range, T]]:
-    """Yield (shards of the segment, `convert(group)`) for each row group of the shard
-    tables that can list one of `shards`. See `CommittedTable.groups`.
+    entry: FileEntry,
+    key: str,
+    values: Sequence[int] | Ints | None,
+    columns: Sequence[str] | None = None,
+) -> Iterator[pa.Table]:
+    """Yield each row group of a Parquet file of an index that can contain one of
+    `values` in the integer column `key`. The file must have the length and the checksum
+    of `entry`. The caller translates errors of a damaged file, see `parsing`.
 
     Args:
-        opened: the opened shard tables, by the number of their segment.
-        shards: shard numbers, ascending.
+        values: values of the column `key`. None reads all row groups.
+        columns: names of the columns to read. Columns that the file lacks are left out.
+            None reads all columns.
     """
-    segments = index.spec.used_segments
-    starts = [segment.first_row // index.spec.shard_size for segment in segments]
-    # A shard belongs to the last segment that begins at or before the shard.
-    for number, of_segment in itertools.groupby(
-        shards, lambda shard: bisect.bisect_right(starts, shard) - 1
-    ):
-        if number not in opened:
-            entry = index.manifest.shard_tables[number]
-            opened[number] = CommittedTable(index, entry, "shard")
-        in_segment = index.spec.segment_shards(segments[number])
-        for each in opened[number].groups(list(of_segment), convert):
-            yield in_segment, each
+    index.fetch([entry])
+    groups = _row_groups(index.root, entry, key)
+    with open_committed(index.root, entry, only_first_use=True) as file:
+        yield from groups.read(file, values, columns)
 
 
-class CommittedTable:
-    """Reads row groups of a Parquet file that a manifest names. The file must have the
-    length and the checksum of its entry.
-
-    Args:
-        key: name of the integer column by which `groups` selects row groups.
-    """
-
-    def __init__(self, index: CommittedIndex, entry: FileEntry, key: str) -> None:
-        self.path = index.root / entry.path
-        self._index = index
-        self._entry = entry
-        self._key = key
-        self._groups: ParquetRowGroups | None = None
-
-    def groups(
-        self,
-        values: Sequence[int] | None,
-        convert: Callable[[pa.Table], T],
-        columns: Sequence[str] | None = None,
-    ) -> Iterator[T]:
-        """Yield `convert(group)` for each row group that can contain one of `values`
-        in the key column.
-
-        Args:
-            values: values of the key column. None reads all row groups.
-            convert: takes a row group as a table. If it raises a KeyError, ValueError
-                or Arrow error, the file counts as damaged.
-            columns: names of the columns to read. Columns that the file lacks are left
-                out. None reads all columns.
-
-        Raises:
-            CorruptIndexError: the file is missing or damaged.
-            MachineError: this machine cannot read the file at the moment, see
-                `cannot_read`.
-        """
-        try:
-            self._index.fetch([self._entry])
-            with open_committed(
-                self._index.root, self._entry, only_first_use=True
-            ) as file:
-                if self._groups is None:
-                    self._groups = ParquetRowGroups(file, self._entry.bytes, self._key)
-                for group in self._groups.read(file, values, columns):
-                    yield convert(group)
-        except (
-            OSError,
-            KeyError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            pa.ArrowException,
-        ) as error:
-            raise cannot_read(f"the table {self.path}", error, EXCHANGED) from error
+# Reading the footer of a shard table takes as long as reading some of its row groups.
+@functools.lru_cache(_KEPT_FOOTERS)
+def _row_groups(root: Path, entry: FileEntry, key: str) -> ParquetRowGroups:
+    with open_committed(root, entry, only_first_use=True) as file:
+        return ParquetRowGroups(file, entry.bytes, key)

@@ -1,4 +1,8 @@
-"""An index in a directory. Files are flushed to the device and then renamed."""
+"""An index in a directory. Files are flushed to the device and then renamed.
+
+The methods of `Directory` are the operations of every place where an index can lie,
+see `storage_formats.format.places`.
+"""
 
 from __future__ import annotations
 
@@ -10,65 +14,112 @@ import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from storage_formats.atomic import (
+    fsync_parent,
     fsync_paths,
     make_directories,
     naming,
+    replacing,
     write_bytes_atomic,
 )
 from storage_formats.errors import EdjeError
-from storage_formats.format.file_check import FileEntry
-from storage_formats.format.index_files import check_inside, read_index_file
+from storage_formats.format.file_check import (
+    FileEntry,
+    check_file,
+    checked_pieces,
+    parsing,
+)
+from storage_formats.format.index_files import (
+    IndexFile,
+    check_inside,
+    read_index_file,
+)
 from storage_formats.format.layout import Layout
-from storage_formats.format.place import MAX_BYTES, Place
+from storage_formats.remote.objects import CHUNK_BYTES, Chunk
 from storage_formats.system_calls import MissingCallError, promised
 
+if TYPE_CHECKING:
+    from storage_formats.format.places import Place
 
-class Directory(Place):
-    """An index in the directory `root`."""
+# A plan lists the checksum of every list of inputs.
+MAX_BYTES = 1 << 30
+"""Most bytes of a file that `Directory.read` reads."""
+
+
+class Directory(Layout):
+    """An index in the directory `root`: its files, and the operations that change them
+    durably.
+
+    The paths in all arguments and results lie below `root`.
+    """
+
+    remote = None
+    """The objects of the index; None in a directory."""
 
     @property
     def location(self) -> Path:
+        """Path or URL of the index."""
         return self.root
 
-    @property
-    def remote(self) -> None:
-        return None
-
     def address(self, path: Path) -> Path:
+        """Return the path or the URL of a file, for messages."""
         return path
 
     def of_snapshot(self, manifest: bytes) -> Directory:
+        """Return this place for readers of the snapshot whose `index.json` has the
+        contents `manifest`.
+        """
         del manifest
         return Directory(self.root.absolute())
 
     def claimed(self) -> AbstractContextManager[None]:
+        """Return a context manager in which no other process can change the index.
+
+        Raises:
+            EdjeError: another process is changing the index.
+            UsageError: the index cannot be written here.
+        """
         return locked(self.root)
 
     def is_claimed(self) -> bool:
+        """Return True if this process still holds the claim of `claimed`."""
         # The operating system keeps the lock of `claimed` until it is released.
         return True
 
     def is_changing(self) -> bool:
+        """Return True if a change of the index has begun and has not ended."""
         return self.journal.exists()
 
-    def part(self, folder: Path) -> Directory:
-        return Directory(folder)
-
     def get(self, path: Path) -> None:
-        del path
+        """Make a file readable below `root`, if it exists."""
+
+    def begin_task(self) -> None:
+        """Remember the change that runs now. If another change runs later, `put` raises
+        an EdjeError. Workers call this, because their driver may have died.
+        """
 
     def read(self, path: Path, max_bytes: int = MAX_BYTES) -> bytes | None:
+        """Return the contents of a small file; None if it does not exist. Raise OSError
+        if the file cannot be read or is longer than `max_bytes`.
+        """
         try:
             return read_index_file(self.root, path, max_bytes=max_bytes)
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def write(self, path: Path, data: bytes) -> None:
+        """Write a small file, or replace it."""
         write_bytes_atomic(path, data, self.staging)
 
     def put(self, staged: Sequence[tuple[Path, FileEntry]]) -> None:
+        """Move complete private files to their final paths.
+
+        Args:
+            staged: (private path, entry of the final file) of each file. A file that
+                lies at its final path already is made durable, and stays.
+        """
         fsync_paths(path for path, _ in staged)
         finals = [self.root / entry.path for _, entry in staged]
         for (path, _), final in zip(staged, finals, strict=True):
@@ -78,9 +129,53 @@ class Directory(Place):
         fsync_paths(final.parent for final in finals)
 
     def fetch(self, entries: Iterable[FileEntry]) -> None:
-        del entries
+        """Make committed files readable below `root`."""
+
+    def contents(self, entry: FileEntry) -> Iterator[Chunk]:
+        """Yield the contents of a committed file in pieces.
+
+        Raises:
+            CorruptIndexError: the file is missing, or differs from `entry`. The CRC-32C
+                is compared after the last piece was yielded.
+        """
+        path = self.root / entry.path
+        with parsing(str(path)), IndexFile(self.root, path) as file:
+            pieces = iter(lambda: file.read(CHUNK_BYTES), b"")
+            yield from checked_pieces(path, entry, pieces)
+
+    def copy(self, source: Place, entry: FileEntry) -> bool:
+        """Copy a committed file of the index at `source` to this index, and compare it
+        with its entry. Return False without a copy if this index has the file already.
+        """
+        path = self.root / entry.path
+        if path.exists() and check_file(self.root, entry) is None:
+            return False
+        make_directories(path.parent)
+        # If this process is killed, the private file remains until `build/` is removed.
+        with replacing(path, self.staging) as file:
+            left = entry.bytes
+            # If the file system can, the two files share their disk blocks (reflink).
+            # Only Linux has this system call, not every file system supports it, and it
+            # may copy fewer bytes. An error of the disk itself occurs again below.
+            with (
+                contextlib.suppress(AttributeError, OSError),
+                IndexFile(source.root, source.root / entry.path) as opened,
+            ):
+                descriptors = (opened.fileno(), file.fileno())
+                while source.remote is None and (
+                    count := os.copy_file_range(*descriptors, left)
+                ):
+                    left -= count
+            file.seek(0)
+            for piece in source.contents(entry):
+                if left:
+                    file.write(piece)
+        fsync_parent(path)
+        return True
 
     def names(self, folder: Path) -> list[Path]:
+        """Return the paths of all files below `folder`, sorted."""
+
         def refuse(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError | NotADirectoryError):
                 raise error
@@ -93,6 +188,9 @@ class Directory(Place):
         return sorted(found)
 
     def lengths(self, entries: Iterable[FileEntry]) -> dict[str, int]:
+        """Return the lengths in bytes of those files of `entries` that exist, keyed by
+        their relative paths.
+        """
         lengths = {}
         for entry in entries:
             with contextlib.suppress(OSError):
@@ -101,6 +199,9 @@ class Directory(Place):
         return lengths
 
     def remove(self, paths: Iterable[Path]) -> list[int]:
+        """Remove files, in the given order. Return the length in bytes of each removed
+        file.
+        """
         lengths = []
         changed = set[Path]()
         for path in paths:
@@ -123,6 +224,12 @@ class Directory(Place):
         return lengths
 
     def commit(self, data: bytes) -> None:
+        """Replace `index.json`. The caller holds the claim, and has compared the base.
+
+        Raises:
+            EdjeError: another process has replaced `index.json`, or it is not known
+                whether `index.json` was replaced. Only an object store raises it.
+        """
         # A worker may have been killed between making a directory of shards and
         # flushing its parent.
         parents = (self.root, self.root / "tokens", self.root / "checksums")
@@ -130,6 +237,9 @@ class Directory(Place):
         self.write(self.manifest, data)
 
     def move_erased(self) -> None:
+        """Move the files in `build/erased/` to the same paths in the index. Call this
+        only after the commit of the erasure that wrote them.
+        """
         if not self.erased.exists():
             return
         finals = []
@@ -141,9 +251,6 @@ class Directory(Place):
                 path.replace(finals[-1])
         fsync_paths({final.parent for final in finals})
         shutil.rmtree(self.erased, ignore_errors=True)
-
-    def close(self) -> None:
-        """Do nothing: temporary files lie in `build/`, which the change removes."""
 
 
 @contextlib.contextmanager

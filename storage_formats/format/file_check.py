@@ -30,7 +30,7 @@ from storage_formats.format.index_files import (
     relative_path,
 )
 from storage_formats.format.json_values import read_json
-from storage_formats.format.layout import Layout, is_data_file
+from storage_formats.format.layout import OWN_FOLDERS, SHARD_FOLDERS, Layout
 
 EXCHANGED = (
     "the file was damaged or replaced, or the whole index was replaced while the index"
@@ -104,7 +104,8 @@ def data_path(path: str) -> str:
     Raises:
         ValueError: `path` is not the path of a file that a snapshot may name.
     """
-    if not is_data_file(relative_path(path)) or path.endswith("/zarr.json"):
+    folder = relative_path(path).partition("/")[0]
+    if folder not in (*SHARD_FOLDERS, *OWN_FOLDERS) or path.endswith("/zarr.json"):
         raise ValueError(f"{shown(path)} is not the path of a data file of an index")
     return path
 
@@ -278,6 +279,37 @@ def checked_pieces(
 
 
 @contextlib.contextmanager
+def parsing(what: str, advice: str = "", remedy: str | None = None) -> Iterator[None]:
+    """Context manager for code that reads and parses `what`, a file of an index. An
+    exception of this code means that the file is missing or damaged, or that this
+    machine cannot read it at the moment, see `cannot_read`.
+
+    Args:
+        advice: what to do with a damaged file, for error messages.
+        remedy: the attribute `remedy` of the error, if `cannot_read` sets none.
+
+    Raises:
+        CorruptIndexError: the file is missing or damaged.
+        MachineError: this machine cannot read the file at the moment.
+    """
+    try:
+        yield
+    except (
+        OSError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        pa.ArrowException,
+    ) as error:
+        problem = cannot_read(what, error, advice)
+        problem.remedy = problem.remedy or remedy
+        raise problem from error
+
+
+@contextlib.contextmanager
 def committed_content(
     root: Path,
     entry: FileEntry,
@@ -285,24 +317,15 @@ def committed_content(
     advice: str = "restore the file from a backup",
 ) -> Iterator[bytes]:
     """Context manager that reads a committed file of the index at `root`, compares its
-    contents with `entry`, and yields them.
-
-    The `with` block parses the contents. A KeyError, ValueError or Arrow error in the
-    block means that the file is damaged, and becomes a CorruptIndexError.
+    contents with `entry`, and yields them. The `with` block parses the contents, see
+    `parsing`.
 
     Args:
         what: kind of the file for error messages, such as "shard table".
         advice: what to do with a damaged file, for error messages.
-
-    Raises:
-        CorruptIndexError: the file is missing or damaged.
-        MachineError: this machine cannot read the file at the moment, see
-            `cannot_read`.
     """
     path = root / entry.path
-    try:
+    with parsing(f"the {what} {path}", advice):
         data = read_index_file(root, path, max_bytes=entry.bytes)
         check_content(f"the {what} {path}", entry, data)
         yield data
-    except (OSError, KeyError, ValueError, pa.ArrowException) as error:
-        raise cannot_read(f"the {what} {path}", error, advice) from error

@@ -1,18 +1,15 @@
-"""The journal of the change that is under way, and the end of a committed erasure
-(SPEC.md sections 11 and 12).
-"""
+"""The journal of the change that is under way (SPEC.md section 11)."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from dataclasses import dataclass
 
-from storage_formats.atomic import Json, fsync_path, json_bytes
-from storage_formats.errors import EdjeError, cannot_read
+from storage_formats.atomic import Json, json_bytes
 from storage_formats.format.checksum import json_checksum
-from storage_formats.format.place import Place
+from storage_formats.format.file_check import parsing
+from storage_formats.format.places import Place
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,9 @@ def read_journal(place: Place) -> Journal | None:
     """Return the journal of the unfinished change of the index at `place`; None if
     there is none.
     """
-    try:
+    advice, remedy = how_to_discard(place)
+    what = f"{place.address(place.journal)}, which names the unfinished change"
+    with parsing(what, advice, remedy):
         data = place.read(place.journal)
         if data is None:
             return None
@@ -54,19 +53,6 @@ def read_journal(place: Place) -> Journal | None:
         if value.pop("crc32c") != json_checksum(value):
             raise ValueError("it does not match its checksum")
         return Journal(**value)
-    except (
-        OSError,
-        AttributeError,
-        KeyError,
-        TypeError,
-        ValueError,
-        RecursionError,
-    ) as error:
-        advice, remedy = how_to_discard(place)
-        what = f"{place.address(place.journal)}, which names the unfinished change"
-        problem = cannot_read(what, error, advice)
-        problem.remedy = remedy
-        raise problem from error
 
 
 def unfinished_journal(place: Place) -> Journal | None:
@@ -93,24 +79,3 @@ def manifest_digest(place: Place) -> str | None:
     """Return the SHA-256 of `index.json` in hexadecimal; None if there is none."""
     data = place.read(place.manifest)
     return None if data is None else hashlib.sha256(data).hexdigest()
-
-
-def end_erasure(place: Place) -> None:
-    """Move the files of an erasure into place if a process was killed after its commit.
-    Until then, the files of the index do not match `index.json`. Does nothing if the
-    index cannot be written or another process is changing it.
-    """
-
-    def is_committed() -> bool:
-        return place.journal.exists() and unfinished_journal(place) is None
-
-    # A reader may lack the permission to write, so errors are ignored.
-    with contextlib.suppress(OSError, EdjeError):
-        # A reader of an erasure that is not committed must not disturb writers.
-        if is_committed():
-            with place.claimed():
-                if is_committed():
-                    # The former files may be replaced only after `index.json` is
-                    # durable.
-                    fsync_path(place.root)
-                    place.move_erased()

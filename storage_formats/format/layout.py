@@ -36,15 +36,8 @@ ROWS_FILE = "rows/rows-{:08x}.parquet"
 
 # the directories with the files that shard tables list, and with those that manifests
 # list
-_SHARD_FOLDERS = ("embeddings", "tokens", "checksums")
-_OWN_FOLDERS = ("manifest", "rows", "ann")
-
-
-def is_data_file(path: str) -> bool:
-    """Return True if `path`, relative to an index, lies in a directory that holds only
-    the files of snapshots.
-    """
-    return path.partition("/")[0] in (*_SHARD_FOLDERS, *_OWN_FOLDERS)
+SHARD_FOLDERS = ("embeddings", "tokens", "checksums")
+OWN_FOLDERS = ("manifest", "rows", "ann")
 
 
 @dataclass(frozen=True)
@@ -280,13 +273,13 @@ class Layout:
 
     def shard_folders(self) -> list[Path]:
         """Return all directories with files that the shard tables list."""
-        return [self.root / name for name in _SHARD_FOLDERS]
+        return [self.root / name for name in SHARD_FOLDERS]
 
     def own_folders(self) -> list[Path]:
         """Return all directories whose data files are listed in the manifest itself,
         and not in shard tables.
         """
-        return [self.root / name for name in _OWN_FOLDERS]
+        return [self.root / name for name in OWN_FOLDERS]
 
     def old_folders(self) -> list[Path]:
         """Return the directories that only earlier formats have. An upgrade that was
@@ -299,14 +292,6 @@ class Layout:
         `snapshots/`.
         """
         return [*self.shard_folders(), *self.own_folders()]
-
-    def zarr_files(self, spec: IndexSpec) -> list[Path]:
-        """Return the path of each `zarr.json`, in this order: token group, embeddings,
-        each precision, offset block if there is one.
-        """
-        arrays = [*spec.precisions, *([OFFSET_ARRAY] if spec.offset else [])]
-        folders = (self.tokens, self.embeddings, *map(self.token_array, arrays))
-        return [folder / "zarr.json" for folder in folders]
 
     def token_shard(self, precision: str, shard: int, record_ndim: int = 2) -> Path:
         return self.root / token_file(precision, record_ndim).format(shard)

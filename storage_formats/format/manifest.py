@@ -24,7 +24,6 @@ from storage_formats.errors import (
 )
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.file_check import FileEntry
-from storage_formats.format.journal import end_erasure
 from storage_formats.format.json_values import read_json, write_json
 from storage_formats.format.layout import (
     FORMAT,
@@ -234,13 +233,8 @@ class Manifest:
                 " EDJE index"
             )
         format_version = str(value.get("format_version"))
-        if is_old_format(value):
-            raise UsageError(
-                f"{where} has format version {format_version}, which this version of"
-                " edje-index can only upgrade; upgrade the index",
-                remedy="upgrade",
-            )
-        if format_version.split(".")[0] != FORMAT_VERSION.split(".")[0]:
+        major = format_version.split(".")[0]
+        if major not in (*_OLD_MAJORS, FORMAT_VERSION.split(".")[0]):
             raise UsageError(
                 f"{where} has format version {format_version}, but this version of"
                 f" edje-index reads {FORMAT_VERSION}; upgrade edje-index"
@@ -249,6 +243,12 @@ class Manifest:
             raise CorruptIndexError(
                 f"{where} does not match its checksum, so the file was damaged or"
                 " edited; restore the file from a backup"
+            )
+        if is_old_format(value):
+            raise UsageError(
+                f"{where} has format version {format_version}, which this version of"
+                " edje-index can only upgrade; upgrade the index",
+                remedy="upgrade",
             )
         try:
             manifest: Manifest = read_json(
@@ -369,7 +369,10 @@ class CommittedIndex:
         """
         place = reading_place(location)
         if place.erased.exists():
-            end_erasure(place)
+            # Until the end of a committed erasure, files do not match `index.json`.
+            from storage_formats.change import finish_committed
+
+            finish_committed(place)
         data, manifest = _load(place, snapshot)
         return cls(place.of_snapshot(data), manifest)
 
@@ -405,16 +408,25 @@ class CommittedIndex:
         snapshot = replace(self.manifest.snapshot, deleted=None, deleted_rows=0)
         return replace(self, manifest=replace(self.manifest, snapshot=snapshot))
 
-    def shard_files(self) -> list[tuple[int, FileEntry]]:
-        """Return a pair (shard number, file entry) for each line of the shard
-        tables.
+    def shard_files(self) -> dict[int, dict[str, FileEntry]]:
+        """Return the entries of the files of each shard in the shard tables, keyed by
+        shard number and path. The entries of a shard that no table lists are empty.
+
+        Raises:
+            CorruptIndexError: a shard table is missing or damaged.
         """
-        self.fetch(self.manifest.shard_tables)
-        return [
-            line
-            for table in self.manifest.shard_tables
-            for line in read_shard_table(self.root, table)
-        ]
+        spec = self.spec
+        tables = self.manifest.shard_tables
+        files: dict[int, dict[str, FileEntry]] = {
+            shard: {} for shard in spec.shard_numbers()
+        }
+        self.fetch(tables)
+        for segment, table in zip(spec.used_segments, tables, strict=True):
+            in_segment = spec.segment_shards(segment)
+            for shard, file in read_shard_table(self.root, table):
+                if shard in in_segment:
+                    files[shard][file.path] = file
+        return files
 
     def fetch(self, entries: Iterable[FileEntry]) -> None:
         """Download the committed files `entries` that `root` lacks. Does nothing for an

@@ -18,7 +18,7 @@ from storage_formats.format.layout import IndexSpec, OffsetBlock
 from storage_formats.format.manifest import CommittedIndex, offset_files
 
 if TYPE_CHECKING:
-    from storage_formats.format.place import Place
+    from storage_formats.format.places import Place
 
 Offset = Floats
 """An offset block, float32 [m, d]."""

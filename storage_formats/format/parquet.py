@@ -1,5 +1,4 @@
-"""Reading of Parquet files that may be damaged, and writing of files that pass the
-checks of `read_table`.
+"""Reading of Parquet files that may be damaged.
 
 All reads run in the calling thread only. Threads of pyarrow can continue after a read,
 and then abort the interpreter at exit.
@@ -7,15 +6,15 @@ and then abort the interpreter at exit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from io import RawIOBase
-from pathlib import Path
-from typing import Any, BinaryIO
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
+from storage_formats.arrays import Ints
 
 # A short damaged file can declare a table that does not fit in memory. A table is
 # therefore refused if it has too many rows, or takes too many bytes in memory, per byte
@@ -25,96 +24,25 @@ _SMALL_BYTES = 64 << 20
 _MAX_ROWS_PER_BYTE = 8
 _MAX_EXPANSION = 1000
 _MAX_TEXT_EXPANSION = 100
-# Tables that are written here take at least this number of bytes per value in memory.
-_MIN_VALUE_BYTES = 4
 
 
-def table_bytes(table: pa.Table) -> bytes:
-    """Return `table` as the contents of a Parquet file that `read_table` accepts. The
-    file is compressed with zstd, unless it would then be so short that `read_table`
-    would take it for damaged.
-    """
-    data = _encoded(table, compression="zstd")
-    # A table with fewer bytes has so few values that `read_table` always accepts it.
-    if table.nbytes > _MIN_VALUE_BYTES * _SMALL_VALUES:
-        try:
-            read_table(data)
-        except ValueError:
-            return _encoded(table, compression="none", use_dictionary=False)
-    return data
-
-
-def _encoded(table: pa.Table, **options: Any) -> bytes:
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, **options)
-    data: bytes = sink.getvalue().to_pybytes()
-    return data
-
-
-def open_parquet(
-    source: str | Path | pa.Buffer | RawIOBase, *, buffer_size: int = 0
-) -> pq.ParquetFile:
-    """Open a Parquet file. The returned object is a context manager that closes the
-    file.
-
-    Args:
-        source: path or contents of the file, or an open seekable file.
-        buffer_size: number of bytes of a column that are read at once. 0 reads the
-            whole column of a row group at once.
-
-    Raises:
-        OSError, pyarrow.ArrowException: the file cannot be read or is not a Parquet
-            file.
-    """
-    data = pa.BufferReader(source) if isinstance(source, pa.Buffer) else source
-    return pq.ParquetFile(data, pre_buffer=False, buffer_size=buffer_size)
-
-
-def iter_batches(
-    file: pq.ParquetFile,
-    rows: int,
-    columns: list[str],
-    row_groups: list[int] | None = None,
-) -> Iterator[pa.RecordBatch]:
-    """Yield `columns` of an open file in batches of at most `rows` rows.
-
-    Args:
-        row_groups: numbers of the row groups to read; None reads all.
-
-    Raises:
-        OSError, pyarrow.ArrowException: the file is damaged.
-    """
-    yield from file.iter_batches(
-        rows, row_groups=row_groups, columns=columns, use_threads=False
-    )
-
-
-def read_table(
-    data: bytes, columns: list[str] | None = None, *, optional: Collection[str] = ()
-) -> pa.Table:
+def read_table(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
     """Read a table from the contents of a Parquet file.
 
     Args:
         data: contents of the file.
-        columns: names of the columns to read, in this order. None reads all columns.
-        optional: names in `columns` that are skipped if the table does not have them.
+        columns: names of the columns to read. Columns that the file lacks are left out.
+            None reads all columns.
 
     Raises:
-        OSError, ValueError, pyarrow.ArrowException: `data` is damaged, a column is
-            missing, or the table would be too large for the length of `data`. An
-            undamaged file of distinct rows is never compressed so well.
+        OSError, ValueError, pyarrow.ArrowException: `data` is damaged, or the table
+            would be too large for the length of `data`. An undamaged file of distinct
+            rows is never compressed so well.
     """
     file = pa.BufferReader(data)
     groups = ParquetRowGroups(file, len(data))
-    names = groups.schema.names if columns is None else columns
-    names = [
-        name for name in names if name in groups.schema.names or name not in optional
-    ]
-    if missing := sorted({*names} - {*groups.schema.names}):
-        raise ValueError(f"the Parquet file has no column {missing[0]!r}")
-    schema = pa.schema([groups.schema.field(name) for name in names])
-    tables = [each.select(names) for each in groups.read(file, None, names)]
-    return pa.concat_tables([schema.empty_table(), *tables])
+    tables = groups.read(file, None, columns)
+    return pa.concat_tables([groups.fields(columns).empty_table(), *tables])
 
 
 class ParquetRowGroups:
@@ -160,10 +88,19 @@ class ParquetRowGroups:
         ]
         self._spans = np.array(spans, dtype=np.int64).reshape(-1, 2)
 
+    def fields(self, columns: Sequence[str] | None) -> pa.Schema:
+        """Return the schema of the columns `columns`, in the order of the file. None
+        returns that of all columns.
+        """
+        fields = (
+            field for field in self.schema if columns is None or field.name in columns
+        )
+        return pa.schema(fields)
+
     def read(
         self,
         file: BinaryIO,
-        values: Sequence[int] | None,
+        values: Sequence[int] | Ints | None,
         columns: Sequence[str] | None = None,
     ) -> Iterator[pa.Table]:
         """Yield each row group of `file` that can contain one of `values` in the
@@ -186,10 +123,7 @@ class ParquetRowGroups:
             after_min = np.searchsorted(ascending, self._spans[:, 0])
             after_max = np.searchsorted(ascending, self._spans[:, 1], side="right")
             groups = np.flatnonzero(after_max > after_min).tolist()
-        fields = [
-            field for field in self.schema if columns is None or field.name in columns
-        ]
-        schema = pa.schema(fields)
+        schema = self.fields(columns)
         opened = pq.ParquetFile(
             file,
             metadata=self._metadata,

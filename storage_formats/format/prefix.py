@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import functools
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -31,9 +33,9 @@ from storage_formats.atomic import Json, json_bytes, replacing, write_bytes_atom
 from storage_formats.cache import cache_directory
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.format.checksum import crc32c, to_hex
+from storage_formats.format.directory import MAX_BYTES
 from storage_formats.format.file_check import FileEntry, checked_pieces
 from storage_formats.format.layout import ROOT, Layout
-from storage_formats.format.place import MAX_BYTES, Place
 from storage_formats.remote.objects import (
     CHUNK_BYTES,
     Chunk,
@@ -44,6 +46,9 @@ from storage_formats.remote.objects import (
     UncertainWriteError,
 )
 from storage_formats.remote.urls import STORE_SCHEMES
+
+if TYPE_CHECKING:
+    from storage_formats.format.places import Place
 
 CHECKSUM = "crc32c"
 """Key of the CRC-32C of an object in the metadata of this object."""
@@ -66,12 +71,14 @@ _honest = set[str]()
 
 
 @dataclass(eq=False, repr=False)
-class Prefix(Place):
-    """An index below the URL of `folder`. `root` is a temporary directory on this
-    machine, which `close` removes. For readers, it is a directory that caches files.
+class Prefix(Layout):
+    """An index below the URL of `folder`, with the operations of a `Directory`.
+
+    `root` is a temporary directory on this machine, which `close` removes. For readers,
+    it is a directory that caches files. A path below `root` stands for the object with
+    the same relative path.
 
     Attributes:
-        whole: `root` of the whole index if this place is a part of it; None otherwise.
         owner: identifier of this place in its claim.
         base: `index.json` at the time of the claim; None if there was none.
         renewed: time of the last renewal of the claim, or of the last look at the
@@ -82,7 +89,6 @@ class Prefix(Place):
     """
 
     folder: ObjectFolder
-    whole: Path | None = None
     owner: str = field(default_factory=lambda: uuid.uuid4().hex)
     base: ObjectVersion | None = None
     renewed: float = 0.0
@@ -128,7 +134,7 @@ class Prefix(Place):
         return self.folder
 
     def address(self, path: Path) -> str:
-        return self.folder.url_of(self._key(path))
+        return self.folder.url_of(self.relative(path))
 
     def of_snapshot(self, manifest: bytes) -> Prefix:
         return replace(self, root=_cached_snapshot(self.root, manifest))
@@ -144,7 +150,7 @@ class Prefix(Place):
             self._probe()
             renewal.start()
             with contextlib.suppress(FileNotFoundError):
-                self.base = self.folder.read(self._key(self.manifest), MAX_BYTES)
+                self.base = self.folder.read(self.relative(self.manifest), MAX_BYTES)
                 self._keep(self.manifest, self.base.data)
             yield
         finally:
@@ -154,7 +160,7 @@ class Prefix(Place):
             # If the store fails here, the claim stays until it expires.
             with contextlib.suppress(ObjectStoreError):
                 if self.is_claimed():
-                    self.folder.delete([self._key(self.claim)])
+                    self.folder.delete([self.relative(self.claim)])
 
     def is_claimed(self) -> bool:
         if self.own_claim is None:
@@ -163,11 +169,8 @@ class Prefix(Place):
         return current is not None and self._owns(current.data)
 
     def is_changing(self) -> bool:
-        keys = map(self._key, (self.claim, self.journal))
+        keys = map(self.relative, (self.claim, self.journal))
         return any(self.folder.info(key) is not None for key in keys)
-
-    def part(self, folder: Path) -> Prefix:
-        return replace(self, root=folder, whole=self.whole or self.root)
 
     def get(self, path: Path) -> None:
         if not path.exists() and (data := self.read(path)) is not None:
@@ -179,7 +182,7 @@ class Prefix(Place):
         if is_claimed and path.exists():
             return path.read_bytes()
         try:
-            data = self.folder.read(self._key(path), max_bytes).data
+            data = self.folder.read(self.relative(path), max_bytes).data
         except FileNotFoundError:
             return None
         if is_claimed:
@@ -188,13 +191,14 @@ class Prefix(Place):
 
     def write(self, path: Path, data: bytes) -> None:
         self._check_change()
-        file = FileEntry(self._key(path), len(data), crc32c(data))
-        self.upload(file, lambda: [data])
+        file = FileEntry(self.relative(path), len(data), crc32c(data))
+        starts = range(0, len(data), CHUNK_BYTES)
+        self._upload(file, lambda: (data[at : at + CHUNK_BYTES] for at in starts))
         self._keep(path, data)
 
     def begin_task(self) -> None:
         if self.own_claim is None:
-            self.task = self.read(self._of_whole.journal) or b""
+            self.task = self.read(self.journal) or b""
             self.renewed = _clock()
             self._check_change()
 
@@ -207,7 +211,7 @@ class Prefix(Place):
         else:
             is_over = self.task == b""
             if self.task is not None and age > _FRESH_SECONDS:
-                is_over = self.read(self._of_whole.journal) != self.task
+                is_over = self.read(self.journal) != self.task
                 self.renewed = _clock()
         if is_over:
             raise EdjeError(
@@ -223,7 +227,7 @@ class Prefix(Place):
                 yield from iter(lambda: opened.read(CHUNK_BYTES), b"")
 
         def move(path: Path, entry: FileEntry) -> None:
-            self.upload(self._named(entry), lambda: pieces(path))
+            self._upload(entry, lambda: pieces(path))
             if path != self.root / entry.path:
                 path.unlink()
 
@@ -231,39 +235,53 @@ class Prefix(Place):
             list(pool.map(move, *zip(*staged, strict=True)))
 
     def fetch(self, entries: Iterable[FileEntry]) -> None:
-        root = self.whole or self.root
-        missing = [
-            entry
-            for entry in map(self._named, entries)
-            if not (root / entry.path).exists()
-        ]
+        missing = [each for each in entries if not (self.root / each.path).exists()]
 
         def download(entry: FileEntry) -> None:
-            path = root / entry.path
+            path = self.root / entry.path
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as file:
-                file.writelines(committed_chunks(self.folder, entry))
+                file.writelines(self.contents(entry))
 
         if missing:
             with ThreadPoolExecutor(min(_DOWNLOADS_AT_ONCE, len(missing))) as pool:
                 list(pool.map(download, missing))
 
+    def contents(self, entry: FileEntry) -> Iterator[Chunk]:
+        url = self.folder.url_of(entry.path)
+        pieces = self.folder.chunks(entry.path, entry.bytes)
+        try:
+            yield from checked_pieces(url, entry, pieces)
+        except (FileNotFoundError, EOFError) as error:
+            raise CorruptIndexError(
+                f"{url} is missing or too short; open the index again. If the error"
+                " remains, copy the index again from a sound copy"
+            ) from error
+
+    def copy(self, source: Place, entry: FileEntry) -> bool:
+        info = self.folder.info(entry.path)
+        if info is not None and (
+            (info.size, info.metadata.get(CHECKSUM))
+            == (entry.bytes, to_hex(entry.crc32c))
+        ):
+            return False
+        self._upload(entry, lambda: source.contents(entry))
+        return True
+
     def names(self, folder: Path) -> list[Path]:
-        sizes = self.folder.list_sizes(self._key(folder))
+        sizes = self.folder.list_sizes(self.relative(folder))
         self.listed |= sizes
-        root = self.whole or self.root
-        return sorted(root / key for key in sizes)
+        return sorted(self.root / key for key in sizes)
 
     def lengths(self, entries: Iterable[FileEntry]) -> dict[str, int]:
         folders = {(self.root / entry.path).parent for entry in entries}
-        paths = [path for folder in sorted(folders) for path in self.names(folder)]
-        listed = self.listed
-        return {self.relative(path): listed[self._key(path)] for path in paths}
+        paths = itertools.chain(*map(self.names, folders))
+        return {key: self.listed[key] for key in map(self.relative, paths)}
 
     def remove(self, paths: Iterable[Path]) -> list[int]:
         self._check_change()
         paths = list(paths)
-        keys = [self._key(path) for path in paths]
+        keys = [self.relative(path) for path in paths]
         if keys:
             self.folder.delete(keys)
         for path in paths:
@@ -273,9 +291,11 @@ class Prefix(Place):
     def commit(self, data: bytes) -> None:
         try:
             if not self.is_claimed():
-                url = self.folder.url_of(self._key(self.claim))
+                url = self.folder.url_of(self.relative(self.claim))
                 raise ObjectChangedError(f"another process took over {url}")
-            self.base = self.folder.replace(self._key(self.manifest), data, self.base)
+            self.base = self.folder.replace(
+                self.relative(self.manifest), data, self.base
+            )
         except UncertainWriteError as error:
             raise EdjeError(
                 f"the change may be committed: {error}. Once the store responds, run"
@@ -294,13 +314,13 @@ class Prefix(Place):
         paths = [path for folder in folders for path in self.names(folder)]
         finals = [path.relative_to(self.erased).as_posix() for path in paths]
         with ThreadPoolExecutor(_TRANSFERS_AT_ONCE) as pool:
-            list(pool.map(self.folder.copy, map(self._key, paths), finals))
+            list(pool.map(self.folder.copy, map(self.relative, paths), finals))
         self.remove(self.names(self.erased))
 
     def close(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
 
-    def upload(self, file: FileEntry, contents: Callable[[], Iterable[Chunk]]) -> None:
+    def _upload(self, file: FileEntry, contents: Callable[[], Iterable[Chunk]]) -> None:
         """Write the object with the path of `file`, and with the checksum of `file` in
         its metadata.
 
@@ -310,17 +330,6 @@ class Prefix(Place):
         """
         metadata = {CHECKSUM: to_hex(file.crc32c)}
         self.folder.put(file.path, contents, length=file.bytes, metadata=metadata)
-
-    @property
-    def _of_whole(self) -> Layout:
-        return Layout(self.whole or self.root)
-
-    def _key(self, path: Path) -> str:
-        return path.relative_to(self.whole or self.root).as_posix()
-
-    def _named(self, file: FileEntry) -> FileEntry:
-        """Return `file` with its key as its path."""
-        return replace(file, path=self._key(self.root / file.path))
 
     def _keep(self, path: Path, data: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -348,14 +357,14 @@ class Prefix(Place):
 
     def _put_claim(self, expected: ObjectVersion | None) -> None:
         """Write a new claim of this process if `expected` is still the current one."""
-        key = self._key(self._of_whole.claim)
+        key = self.relative(self.claim)
         self.own_claim = self.folder.replace(key, _claim_bytes(self.owner), expected)
         self.renewed = _clock()
 
     def _read_claim(self) -> ObjectVersion | None:
         """Return the claim object; None if there is none."""
         try:
-            return self.folder.read(self._key(self._of_whole.claim), _MAX_CLAIM_BYTES)
+            return self.folder.read(self.relative(self.claim), _MAX_CLAIM_BYTES)
         except FileNotFoundError:
             return None
 
@@ -397,23 +406,6 @@ class Prefix(Place):
                     " changes; build in a directory, and copy the index there"
                 )
         _honest.add(bucket)
-
-
-def committed_chunks(folder: ObjectFolder, entry: FileEntry) -> Iterator[memoryview]:
-    """Yield the contents of the committed file `entry` in pieces.
-
-    Raises:
-        CorruptIndexError: the object is missing or too short, or its CRC-32C differs
-            from `entry`. The CRC-32C is compared after the last piece was yielded.
-    """
-    pieces = folder.chunks(entry.path, entry.bytes)
-    try:
-        yield from checked_pieces(folder.url_of(entry.path), entry, pieces)
-    except (FileNotFoundError, EOFError) as error:
-        raise CorruptIndexError(
-            f"{folder.url_of(entry.path)} is missing or too short; open the index"
-            " again. If the error remains, copy the index again from a sound copy"
-        ) from error
 
 
 def _cached_snapshot(of_index: Path, manifest: bytes) -> Path:

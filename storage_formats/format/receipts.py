@@ -17,7 +17,7 @@ from storage_formats.format.checksum import json_checksum
 from storage_formats.format.file_check import FileEntry
 from storage_formats.format.json_values import write_json
 from storage_formats.format.layout import FORMAT_VERSION
-from storage_formats.format.place import Place
+from storage_formats.format.places import Place
 
 _READS_AT_ONCE = 8
 

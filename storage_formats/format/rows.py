@@ -5,9 +5,9 @@ rows of many shards (SPEC.md section 9).
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -15,17 +15,18 @@ import pyarrow.compute as pc
 
 from storage_formats.arguments import as_list, did_you_mean
 from storage_formats.arrays import Ints
-from storage_formats.atomic import naming
-from storage_formats.errors import CorruptIndexError, UsageError, cannot_read
-from storage_formats.format.committed_files import CommittedTable
+from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.format.committed_files import table_groups
 from storage_formats.format.file_check import (
+    EXCHANGED,
     FileEntry,
     check_content,
+    parsing,
 )
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
-from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.parquet import read_table, table_bytes
+from storage_formats.format.manifest import CommittedIndex, Counts
+from storage_formats.format.parquet import read_table
 from storage_formats.format.source_columns import (
     BOOL,
     FLOAT64,
@@ -122,11 +123,7 @@ def rows_table(entries: Sequence[RowEntry]) -> pa.Table:
     """Return `entries` as a table with the columns of `ROW_SCHEMA`, in the given
     order.
     """
-    columns = [
-        pa.array([getattr(entry, field.name) for entry in entries], field.type)
-        for field in ROW_SCHEMA
-    ]
-    return pa.Table.from_arrays(columns, schema=ROW_SCHEMA)
+    return pa.Table.from_pylist([vars(entry) for entry in entries], ROW_SCHEMA)
 
 
 def type_name(arrow_type: pa.DataType) -> str:
@@ -190,14 +187,6 @@ def stored_schema(source_columns: Iterable[SourceColumn]) -> pa.Schema:
     return row_schema(source_columns).append(pa.field(SOURCE_VALUES, pa.string()))
 
 
-def write_rows(path: Path, table: pa.Table) -> None:
-    """Write the rows of one shard, which a change has not committed yet, as a Parquet
-    file.
-    """
-    with naming(path):
-        path.write_bytes(table_bytes(table))
-
-
 def read_staged_rows(
     layout: Layout,
     shard: int,
@@ -224,18 +213,15 @@ def read_staged_rows(
     if staged is not None:
         path = layout.root / staged.path
     schema = selected(stored_schema(source_columns), columns)
-    try:
+    with parsing(f"the rows of shard {shard} in {path}"):
         most = None if staged is None else staged.bytes
         data = read_index_file(layout.root, path, max_bytes=most)
         if staged is not None:
             check_content(path, staged, data)
-        optional = set(schema.names) - set(ROW_SCHEMA.names)
         # `row_id` is always read: if the file lacks all requested source columns, the
         # number of rows would not be known otherwise.
         names = list(dict.fromkeys([*schema.names, "row_id"]))
-        return cast_columns(read_table(data, names, optional=optional), schema)
-    except (OSError, ValueError, TypeError, pa.ArrowException) as error:
-        raise cannot_read(f"the rows of shard {shard} in {path}", error) from error
+        return cast_columns(read_table(data, names), schema)
 
 
 def with_values(table: pa.Table, values: pa.Table) -> pa.Table:
@@ -415,49 +401,44 @@ def _groups(
         wanted = row_ids[start:stop]
         rows_left = len(wanted)
     next_row = 0
-
-    def convert(group: pa.Table) -> pa.Table:
-        nonlocal rows_left, next_row
-        table = cast_columns(group, schema)
-        ids = row_ids_of(table)
-        if not len(ids):
-            raise ValueError("it has a row group without rows")
-        if "content_hash" in table.column_names:
-            hashes = table["content_hash"].drop_null()
-            is_long = pc.equal(pc.binary_length(hashes), _HASH_DIGITS)
-            is_hash = pc.and_(is_long, pc.string_is_ascii(hashes))
-            if len(hashes) and not pc.all(is_hash).as_py():
-                raise ValueError("a content hash is not one of SHA-256")
-        first = int(ids[0])
-        stop = int(ids[-1]) + 1
-        expected = [
-            range(max(each.start, first), min(each.stop, stop)) for each in ranges
-        ]
-        # Compare the numbers first: these ranges may have more rows than fit in memory.
-        if (
-            first < next_row
-            or sum(map(len, expected)) != len(ids)
-            # `np.array` would convert a range number by number.
-            or not np.array_equal(
-                np.concatenate([np.arange(each.start, each.stop) for each in expected]),
-                ids,
-            )
-        ):
-            raise ValueError("its rows are not those of its shards, or do not ascend")
-        next_row = stop
-        found = len(ids)
-        if wanted is not None:
-            before, after = np.searchsorted(wanted, [first, stop]).tolist()
-            found = after - before
-        rows_left -= found
-        return table
-
-    table = CommittedTable(index, file.file, "row_id")
-    values = None if wanted is None else wanted.tolist()
-    yield from table.groups(values, convert, schema.names)
+    path = index.root / file.file.path
+    with parsing(f"the table {path}", EXCHANGED):
+        for group in table_groups(index, file.file, "row_id", wanted, schema.names):
+            rows = cast_columns(group, schema)
+            ids = row_ids_of(rows)
+            if not len(ids):
+                raise ValueError("it has a row group without rows")
+            if "content_hash" in rows.column_names:
+                hashes = rows["content_hash"].drop_null()
+                is_long = pc.equal(pc.binary_length(hashes), _HASH_DIGITS)
+                is_hash = pc.and_(is_long, pc.string_is_ascii(hashes))
+                if len(hashes) and not pc.all(is_hash).as_py():
+                    raise ValueError("a content hash is not one of SHA-256")
+            first = int(ids[0])
+            stop = int(ids[-1]) + 1
+            expected = [
+                range(max(each.start, first), min(each.stop, stop)) for each in ranges
+            ]
+            # Compare the numbers first: these ranges may have more rows than fit in
+            # memory. `np.array` would convert a range number by number.
+            if (
+                first < next_row
+                or sum(map(len, expected)) != len(ids)
+                or not np.array_equal(
+                    np.concatenate([np.arange(r.start, r.stop) for r in expected]), ids
+                )
+            ):
+                raise ValueError("its rows are not those of its shards, in order")
+            next_row = stop
+            if wanted is None:
+                rows_left -= len(ids)
+            else:
+                before, after = np.searchsorted(wanted, [first, stop]).tolist()
+                rows_left -= after - before
+            yield rows
     if rows_left:
         raise CorruptIndexError(
-            f"{table.path} does not list all rows of its shards", remedy="verify"
+            f"{path} does not list all rows of its shards", remedy="verify"
         )
 
 
@@ -536,11 +517,16 @@ def _indices(values: Ints) -> pa.Array:
     return pa.Array.from_buffers(pa.int64(), len(values), [None, data])
 
 
-def failures_by_reason(table: pa.Table) -> dict[str, int]:
-    """Return the number of failed rows in `table` for each reason, sorted by reason."""
-    reasons = table.filter(pc.equal(table["status"], FAILED))["reason"]
-    counts = {
-        str(item["values"]): int(item["counts"])
-        for item in pc.value_counts(reasons).to_pylist()
-    }
-    return dict(sorted(counts.items()))
+def count_rows(table: pa.Table) -> Counts:
+    """Return the counts of the rows in `table`, which has the columns `status` and
+    `reason`.
+    """
+    statuses = table["status"].to_pylist()
+    reasons = zip(statuses, table["reason"].to_pylist(), strict=True)
+    failed = Counter(str(reason) for status, reason in reasons if status == FAILED)
+    return Counts(
+        len(table),
+        statuses.count(INDEXED),
+        statuses.count(DUPLICATE),
+        dict(sorted(failed.items())),
+    )

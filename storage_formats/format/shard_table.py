@@ -21,7 +21,7 @@ from storage_formats.format.layout import SHARD_TABLE_FILE
 from storage_formats.format.parquet import read_table
 
 if TYPE_CHECKING:
-    from storage_formats.format.place import Place
+    from storage_formats.format.places import Place
 
 # Lines per row group. A row group of this size is read in about 1 ms.
 _TABLE_GROUP_LINES = 4096
@@ -67,15 +67,8 @@ def write_shard_table(
     sorted by shard and path. Return the file entry of the table.
     """
     ordered = sorted(files, key=lambda item: (item[0], item[1].path))
-    table = pa.table(
-        {
-            "shard": [shard for shard, _ in ordered],
-            "path": [file.path for _, file in ordered],
-            "bytes": [file.bytes for _, file in ordered],
-            "crc32c": [file.crc32c for _, file in ordered],
-        },
-        schema=SHARD_TABLE_SCHEMA,
-    )
+    lines = [{"shard": shard, **vars(file)} for shard, file in ordered]
+    table = pa.Table.from_pylist(lines, SHARD_TABLE_SCHEMA)
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", row_group_size=_TABLE_GROUP_LINES)
     return write_named_file(place, SHARD_TABLE_FILE, sink.getvalue().to_pybytes())

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from storage_formats.errors import CorruptIndexError
+from storage_formats.format.file_check import parsing
 
 Value: TypeAlias = bool | int | float | str | datetime.datetime | list[str]
 """A value of a source column. A `datetime` has a time zone."""
@@ -270,7 +270,7 @@ def text_of(value: Value) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def metadata_text(metadata: Mapping[str, Value]) -> str:
+def metadata_text(metadata: Mapping[str, Value | None]) -> str:
     """Return `metadata` as JSON with sorted keys. Timestamps are written in ISO
     8601.
     """
@@ -287,9 +287,7 @@ def source_values_text(values: Mapping[str, Value | None]) -> str | None:
     """Return the text that a row stores in `SOURCE_VALUES`: the values that the sources
     gave to the columns that users have set, as a JSON object. None if there are none.
     """
-    if not values:
-        return None
-    return json.dumps(values, ensure_ascii=False, sort_keys=True, default=text_of)
+    return metadata_text(values) if values else None
 
 
 def values_of_sources(
@@ -302,7 +300,7 @@ def values_of_sources(
         CorruptIndexError: `text` is not such a result.
     """
     typed = {}
-    try:
+    with parsing("the source values of a row"):
         values: dict[str, Value | None] = json.loads(text or "{}")
         for name, value in values.items():
             typed[name] = value
@@ -314,17 +312,6 @@ def values_of_sources(
             if is_text or column.fits(value):
                 with contextlib.suppress(ValueError):
                     typed[name] = as_type(value, column.type)
-    except (
-        ValueError,
-        TypeError,
-        ArithmeticError,
-        LookupError,
-        AttributeError,
-        RecursionError,
-    ) as error:
-        raise CorruptIndexError(
-            f"the source values of a row are damaged ({error})", remedy="verify"
-        ) from error
     return typed
 
 

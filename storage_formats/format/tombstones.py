@@ -51,8 +51,15 @@ class Tombstones:
 
     def refuse(self, row_ids: Ints) -> None:
         """Raise DeletedRowError if one of `row_ids` is deleted."""
-        if len(self) and (deleted := self.contain(row_ids)).any():
-            raise DeletedRowError(tuple(dict.fromkeys(row_ids[deleted].tolist())))
+        deleted = [*dict.fromkeys(row_ids[self.contain(row_ids)].tolist())]
+        if not deleted:
+            return
+        others = f" and {len(deleted) - 1} more were" if len(deleted) > 1 else " was"
+        raise DeletedRowError(
+            f"row {deleted[0]}{others} deleted; an earlier snapshot of the index may"
+            f" still hold {'them' if len(deleted) > 1 else 'it'}",
+            row_ids=tuple(deleted),
+        )
 
     def with_rows(self, row_ids: Ints | list[int]) -> Tombstones:
         """Return tombstones with the deleted rows of this object and `row_ids`."""
@@ -85,15 +92,6 @@ class Tombstones:
             )
         shards = np.frombuffer(data, dtype="<i8", count=count).astype(np.int64)
         bits = np.frombuffer(data, dtype=np.uint8, offset=8 * count)
-        if count and (
-            shards[0] < 0
-            or shards[-1] >= spec.shards
-            or not (np.diff(shards) > 0).all()
-        ):
-            raise ValueError(
-                "the shard numbers in the file of deleted rows are not ascending, or"
-                f" not in 0..{spec.shards - 1}"
-            )
         is_deleted = np.unpackbits(
             bits.reshape(count, width),
             axis=1,
@@ -102,8 +100,13 @@ class Tombstones:
         )
         lines, positions = np.nonzero(is_deleted)
         row_ids = shards[lines] * spec.shard_size + positions
-        if not rows_in_use(row_ids, spec).all():
-            raise ValueError("the file of deleted rows contains rows outside the index")
+        # A row id is not negative, and larger than the one before it.
+        ascends = (np.diff(row_ids, prepend=-1) > 0).all()
+        if not (ascends and rows_in_use(row_ids, spec).all()):
+            raise ValueError(
+                "the rows in the file of deleted rows do not ascend, or lie outside the"
+                " index"
+            )
         return cls(row_ids)
 
 

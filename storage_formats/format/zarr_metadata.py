@@ -44,13 +44,16 @@ def zarr_documents(layout: Layout, spec: IndexSpec) -> dict[Path, Json]:
         ("row", "dimension"),
         {"format_version": FORMAT_VERSION, "normalised": "l2"},
     )
-    arrays = [_token_array(spec, name) for name in spec.precisions]
+    documents = {layout.tokens: group, layout.embeddings: embeddings}
+    for name in spec.precisions:
+        documents[layout.token_array(name)] = _token_array(spec, name)
     if spec.offset is not None:
         names = ("token", "channel")
         attributes = {"format_version": FORMAT_VERSION}
-        arrays.append(_array(spec.block_shape, spec.block_shape, names, attributes))
-    documents = (group, embeddings, *arrays)
-    return dict(zip(layout.zarr_files(spec), documents, strict=True))
+        documents[layout.token_array(OFFSET_ARRAY)] = _array(
+            spec.block_shape, spec.block_shape, names, attributes
+        )
+    return {folder / "zarr.json": each for folder, each in documents.items()}
 
 
 def _array(

@@ -136,22 +136,14 @@ class ShardFile:
         sample = np.unique(
             np.linspace(0, pages - 1, _SAMPLED_PAGES, dtype=np.int64)
         ).tolist()
-        state = ctypes.c_ubyte()
         try:
             mapped = mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ)
         except OSError:
             # the file system does not support memory maps
             return None
         address = np.frombuffer(mapped, np.uint8).ctypes.data
-        cached = 0
-        for page in sample:
-            at = ctypes.c_void_p(address + page * mmap.PAGESIZE)
-            if ctypes.CDLL(None).mincore(
-                at, ctypes.c_size_t(mmap.PAGESIZE), ctypes.byref(state)
-            ):
-                return None
-            cached += state.value & 1
-        return cached / len(sample)
+        states = [page_is_cached(address + page * mmap.PAGESIZE) for page in sample]
+        return None if None in states else states.count(True) / len(sample)
 
     def read_cached(self, offset: int, target: memoryview) -> bool:
         """Fill `target` with the bytes from `offset` on if the page cache holds all of
@@ -185,6 +177,23 @@ class ShardFile:
         return CorruptIndexError(
             f"{self.path} ends before byte {offset}", remedy="verify"
         )
+
+
+@functools.cache
+def _c_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def page_is_cached(address: int) -> bool | None:
+    """Return whether the page cache holds the page at `address` of a memory map; None
+    if the kernel does not tell or the page is not mapped.
+    """
+    state = ctypes.c_ubyte()
+    first = ctypes.c_void_p(address - address % mmap.PAGESIZE)
+    length = ctypes.c_size_t(mmap.PAGESIZE)
+    if _c_library().mincore(first, length, ctypes.byref(state)):
+        return None
+    return bool(state.value & 1)
 
 
 def read_ranges(requests: Sequence[tuple[ShardFile, int, memoryview]]) -> None:
@@ -358,7 +367,7 @@ def sector_bytes(path: str | Path) -> int:
     """Return the alignment in bytes that direct reads of the file at `path` need."""
     status = ctypes.create_string_buffer(256)
     # glibc has this function from version 2.28 on
-    statx = getattr(ctypes.CDLL(None), "statx", None)
+    statx = getattr(_c_library(), "statx", None)
     if statx is None or statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_DIOALIGN, status):
         return PAGE_BYTES
     # the fields stx_dio_mem_align and stx_dio_offset_align of `struct statx`:

@@ -223,16 +223,20 @@ class LocalReads:
 
     def _are_cached(self, batch: Batch) -> NDArray[np.bool_]:
         """Return whether the page cache holds the shard of each record, bool [n]. The
-        kernel is asked about a shard at most once in two seconds.
+        kernel is asked about a shard at most once in two seconds, unless the first
+        record of the batch has left the page cache meanwhile.
         """
         now = time.monotonic()
+        was_evicted = self._mapped.was_evicted(
+            int(batch.shards[0]), int(batch.positions[0])
+        )
         shards = [shard for shard, _, _ in batch.shard_spans]
         states: list[int] = []
         for first in range(0, len(shards), MAPPED_SHARDS):
             held = self._files.acquire(shards[first : first + MAPPED_SHARDS])
             try:
                 for file in held.values():
-                    if now >= file.trusted_until:
+                    if was_evicted or now >= file.trusted_until:
                         file.ask(now)
                     states.append(bool(file.is_cached))
             finally:

@@ -9,7 +9,13 @@ import numpy as np
 
 from storage_formats.errors import CorruptIndexError
 from storage_formats.reading.batch import Ints
-from storage_formats.reading.files import ShardFile, ShardFiles, TokenFiles, open_files
+from storage_formats.reading.files import (
+    ShardFile,
+    ShardFiles,
+    TokenFiles,
+    open_files,
+    page_is_cached,
+)
 from storage_formats.reading.queues import RequestError
 from storage_formats.reading.request import ReadRequest
 from storage_formats.reading.sinks import Sink
@@ -64,12 +70,25 @@ class MappedShards:
         for mapped in maps:
             if mapped.size() < len(mapped):
                 return False
+        if not self._is_trusted and page_is_cached(int(sources[0])) is False:
+            return False
         out_indices = np.arange(len(row_ids))
 
         def work(start: int, stop: int, _maps: object = maps) -> None:
             sink.write(sources[start:stop], out_indices[start:stop])
 
         run_chunks(work, len(row_ids), sink.block_bytes, None)
+        return True
+
+    def was_evicted(self, shard: int, position: int) -> bool:
+        """Return True if a record of a mapped shard is not in the page cache. Then no
+        shard is trusted any more.
+        """
+        address = int(self._addresses[shard])
+        if not address or page_is_cached(address + position * self._size) is not False:
+            return False
+        with self._lock:
+            self._trusted_until[:] = 0
         return True
 
     def read(self, request: ReadRequest) -> None:
@@ -131,6 +150,7 @@ class MappedShards:
         for shard in list(self._maps)[: max(0, len(self._maps) - keep)]:
             # first, in case that a signal handler raises an exception in between
             self._trusted_until[shard] = 0
+            self._addresses[shard] = 0
             del self._maps[shard]
             first = shard * self._shard_size
             self._is_checked[first : first + self._shard_size] = False

@@ -40,11 +40,8 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 8 << 20
 
 _REQUEST_TIMEOUT = timedelta(seconds=60)
-_ENDPOINTS = {
-    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
-    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
-}
-"""For each scheme of a URL, the environment variables that can name another server."""
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+"""The environment variables that can name another server than that of S3."""
 _ACCOUNTS = {
     "s3": "AWS_ACCESS_KEY_ID",
     "gs": "GOOGLE_SERVICE_ACCOUNT",
@@ -503,17 +500,12 @@ def _open_store(url: str) -> ObjectStore:
             f"the URL at {place} contains a user name or a password; put credentials in"
             " the environment"
         )
-    settings, profile_endpoint = _aws_profile() if scheme == "s3" else ({}, "")
-    endpoint = next(
-        filter(None, map(os.environ.get, _ENDPOINTS.get(scheme, ()))),
-        profile_endpoint,
-    )
-    if endpoint and endpoint == profile_endpoint:
-        settings["endpoint"] = endpoint
+    settings = _aws_profile() if scheme == "s3" else {}
     client: Any = {
         "timeout": _REQUEST_TIMEOUT,
         "read_timeout": _READ_TIMEOUT,
-        "allow_http": scheme == "http" or endpoint.startswith("http://"),
+        # The environment may name a server without encryption for the other schemes.
+        "allow_http": scheme != "https",
     }
     retry: Any = {
         "max_retries": _RETRIES,
@@ -544,14 +536,13 @@ def _open_store(url: str) -> ObjectStore:
         ) from error
 
 
-def _aws_profile() -> tuple[Json, str]:
-    """Return (arguments, endpoint) for a store on S3.
+def _aws_profile() -> Json:
+    """Return arguments of `obstore.store.from_url` for a store on S3: the credentials
+    that boto3 finds, for example those of the profile that `AWS_PROFILE` names, and the
+    region and the server of this profile.
 
-    The arguments are for `obstore.store.from_url`. They contain the credentials that
-    boto3 finds, for example those of the profile that `AWS_PROFILE` names. The endpoint
-    is the URL of the server in the profile. Both are empty if `AWS_ACCESS_KEY_ID` or
-    `AWS_SKIP_SIGNATURE` is set, because obstore reads these variables itself, or if
-    there is no file of the AWS tools.
+    They are empty if `AWS_ACCESS_KEY_ID` or `AWS_SKIP_SIGNATURE` is set, because
+    obstore reads these variables itself, or if there is no file of the AWS tools.
     """
     files = (
         ("AWS_CONFIG_FILE", "~/.aws/config"),
@@ -562,7 +553,7 @@ def _aws_profile() -> tuple[Json, str]:
         os.path.isfile(os.path.expanduser(os.environ.get(variable) or path))
         for variable, path in files
     ):
-        return {}, ""
+        return {}
     with name_missing_extra("aws"):
         import botocore.session
         from botocore.exceptions import BotoCoreError
@@ -580,4 +571,8 @@ def _aws_profile() -> tuple[Json, str]:
     settings: Json = {"credential_provider": provider}
     if region:
         settings["region"] = region
-    return settings, profile.get("endpoint_url", "")
+    endpoint = profile.get("endpoint_url")
+    # obstore reads these variables itself
+    if endpoint and not any(map(os.environ.get, _ENDPOINTS)):
+        settings["endpoint"] = endpoint
+    return settings

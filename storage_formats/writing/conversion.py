@@ -31,7 +31,7 @@ from storage_formats.format.places import open_place
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.tombstones import evenly_spaced_rows
 from storage_formats.token_store import TokenStore
-from storage_formats.writing.shard_writer import ShardWriter
+from storage_formats.writing.shard_writer import ShardWriter, refuse_outside
 
 _PIECE_BYTES = 8 << 20
 # number of sampled rows that are read at once to compute an offset block
@@ -160,11 +160,6 @@ def convert_shard(
                     raise TaskInterrupted
                 kept = np.flatnonzero(~holes(blocks))
                 present = blocks if len(kept) == len(blocks) else blocks[kept]
+                refuse_outside(writer.codecs, present, row_ids[kept])
                 writer.put(row_ids[kept] - rows[0], present)
-        files = writer.commit_files()
-        # A conversion does not change the counts of the index.
-        receipt = ShardReceipt(
-            task.shard, task.plan, len(rows), len(rows), 0, {}, files, {}
-        )
-        writer.commit_receipt(receipt)
-    return receipt
+        return writer.commit(None, task.plan)

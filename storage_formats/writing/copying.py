@@ -4,10 +4,11 @@ Records are copied without decoding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from storage_formats.arrays import Floats, Ints
 from storage_formats.errors import TaskInterrupted
@@ -105,11 +106,13 @@ class RowCopier:
         columns = stored_schema(self._source.manifest.columns).names
         table = read_index_rows(self._source, row_ids, columns)
         originals = self._renumber(table["duplicate_of"].fill_null(-1).to_numpy())
-        rows = with_row_ids(table, self._spec.shard_rows(shard), originals.tolist())
+        rows = with_row_ids(table, self._spec.shard_rows(shard), originals)
         if self._erased is not None:
             rows = without_rows(rows, self._erased)
         indexed = np.flatnonzero(rows["status"].to_numpy() == INDEXED)
-        with ShardWriter(self._target, self._spec, shard) as writer:
+        with ShardWriter(
+            self._target, self._spec, shard, erases=self._erased is not None
+        ) as writer:
             for name, file in writer.tokens.items():
                 size = file.codec.record_bytes
                 step = max(1, PIECE_BYTES // size)
@@ -143,7 +146,7 @@ class RowCopier:
             values[indexed[of_shard]] = stored[positions[of_shard]]
 
 
-def with_row_ids(table: pa.Table, row_ids: range, originals: Sequence[int]) -> pa.Table:
+def with_row_ids(table: pa.Table, row_ids: range, originals: Ints) -> pa.Table:
     """Return `table`, k rows of a rows table, with new row ids.
 
     Args:
@@ -152,19 +155,15 @@ def with_row_ids(table: pa.Table, row_ids: range, originals: Sequence[int]) -> p
             that row was not copied. A duplicate with -1 becomes a failed row with the
             reason "original-deleted". Values for rows of another status are ignored.
     """
-    lines = table.select(["status", "reason", "detail", "duplicate_of"]).to_pylist()
-    for line, row_id, original in zip(lines, row_ids, originals, strict=True):
-        line["row_id"] = row_id
-        if line["status"] == DUPLICATE and original < 0:
-            line |= _LOST_ORIGINAL
-        elif line["status"] == DUPLICATE:
-            line["duplicate_of"] = original
-    for name in ("row_id", *_LOST_ORIGINAL):
-        position = table.schema.get_field_index(name)
-        field = table.schema.field(position)
-        values = pa.array([line[name] for line in lines], field.type)
-        table = table.set_column(position, field, values)
-    return table
+    is_duplicate = pc.equal(table["status"], DUPLICATE)
+    is_lost = pc.and_(is_duplicate, pc.less(originals, 0))
+    columns = {name: table[name] for name in table.column_names}
+    columns["row_id"] = pa.array(row_ids)
+    columns["duplicate_of"] = pc.if_else(is_duplicate, originals, None)
+    for name, value in _LOST_ORIGINAL.items():
+        lost = pa.scalar(value, table.schema.field(name).type)
+        columns[name] = pc.if_else(is_lost, lost, columns[name])
+    return pa.table(columns, table.schema)
 
 
 def without_rows(table: pa.Table, erased: Tombstones) -> pa.Table:

@@ -28,7 +28,7 @@ from storage_formats.arguments import (
     repr_of,
     shown,
 )
-from storage_formats.arrays import Array, Floats, as_array
+from storage_formats.arrays import Array, Floats, as_array, finite_blocks
 from storage_formats.atomic import Json
 from storage_formats.change import (
     Change,
@@ -89,8 +89,6 @@ ROW_COLUMNS = ("uri", "uri_raw", "size", "content_hash", "width", "height")
 """Standard columns of the rows table that a caller of `IndexWriter.append` may give."""
 _BLOCK_TYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(BF16))
 _EMBEDDING_TYPES = (*_BLOCK_TYPES, np.dtype(np.float64))
-# The exponent bits of bfloat16. All of them are set in NaN and infinity only.
-_EXPONENT = np.uint16(0x7F80)
 _KIND = "import-arrays"
 
 
@@ -145,14 +143,13 @@ class IndexWriter:
         self._change = self._held_change.enter_context(begun)
         self._first_row = 0
         earlier: Sequence[SourceColumn] = ()
-        self._codecs = [codec(name, spec.block_shape) for name in spec.precisions]
         if (index := self._change.before) is not None:
             self._first_row = next_first_row(index.manifest)
             earlier = index.manifest.columns
-            self._codecs = [
-                stored_codec(index.place, spec, name) for name in spec.precisions
-            ]
         self._place = self._change.layout
+        self._codecs = [
+            stored_codec(self._place, spec, name) for name in spec.precisions
+        ]
         if self._place.names(self._place.receipts):
             # A killed writer has left these files.
             self._change.start_again()
@@ -160,14 +157,13 @@ class IndexWriter:
         self._change.abandon()
         self._open = True
         self._receipts: list[ShardReceipt] = []
-        # `_held` is the number of rows that are not on disk yet. `_rows` has their
-        # entries, and `_values` their values of source columns. Their blocks and
-        # embeddings are the first `_held` items of `_blocks` and `_embeddings`.
+        # The entries of the rows that are not on disk yet, and their values of source
+        # columns. Their blocks and embeddings are the first items of `_blocks` and
+        # `_embeddings`.
         self._rows: list[RowEntry] = []
         self._values: list[dict[str, Value]] = []
         self._columns = CountedColumns(earlier)
         self._earlier_types = {column.name: column.type for column in earlier}
-        self._held = 0
         self._blocks = np.empty((spec.shard_size, *spec.block_shape), dtype=BF16)
         self._embeddings = np.empty((spec.shard_size, spec.embed_dim), dtype=np.float32)
         self._plan = fingerprint(
@@ -250,7 +246,7 @@ class IndexWriter:
 
     def __len__(self) -> int:
         """Return the number of rows that this writer has appended."""
-        return len(self._receipts) * self._spec.shard_size + self._held
+        return len(self._receipts) * self._spec.shard_size + len(self._rows)
 
     @property
     def _spec_after(self) -> IndexSpec:
@@ -302,8 +298,8 @@ class IndexWriter:
                 again.
         """
         self._check_open()
+        m, d = self._spec.block_shape
         if isinstance(blocks, list | tuple) and len(blocks):
-            m, d = self._spec.block_shape
             vectors = [as_array(each) for each in blocks]
             for position, each in enumerate(vectors):
                 if each.ndim != 2 or each.shape[1] != d or not 1 <= len(each) <= m:
@@ -319,7 +315,18 @@ class IndexWriter:
             )
         blocks = as_array(blocks)
         embeddings = as_array(embeddings)
-        self._check_shapes(blocks, embeddings)
+        if blocks.dtype not in _BLOCK_TYPES or blocks.shape[1:] != (m, d):
+            raise UsageError(
+                f"blocks must be float32, float16 or bfloat16 [k, {m}, {d}], got"
+                f" {blocks.dtype} {list(blocks.shape)}; convert the blocks first"
+            )
+        expected = (len(blocks), self._spec.embed_dim)
+        if embeddings.dtype not in _EMBEDDING_TYPES or embeddings.shape != expected:
+            raise UsageError(
+                f"embeddings of {len(blocks)} blocks must be floating-point numbers"
+                f" {list(expected)}, got {embeddings.dtype} {list(embeddings.shape)};"
+                " convert the embeddings first"
+            )
         columns = _given_columns(rows, len(blocks), self._earlier_types)
         sources = {
             name: _source_values(name, columns.pop(name))
@@ -341,21 +348,19 @@ class IndexWriter:
         first = self._first_row + len(self)
         done = 0
         while done < len(blocks):
-            if self._held == self._spec.shard_size:
+            if len(self._rows) == self._spec.shard_size:
                 self._commit_shard()
-            stop = min(len(blocks), done + self._spec.shard_size - self._held)
+            held = len(self._rows)
+            stop = min(len(blocks), done + self._spec.shard_size - held)
+            added = slice(held, held + stop - done)
             # Errors count the rows that this writer was given, from 0.
             given = first - self._first_row + done
-            held = self._held + stop - done
             converted = _as_bf16(blocks[done:stop], given)
-            for token_codec in self._codecs:
-                refuse_outside(
-                    token_codec, converted, np.arange(given, given + stop - done)
-                )
-            self._blocks[self._held : held] = converted
-            self._embeddings[self._held : held] = _as_unit_vectors(
-                embeddings[done:stop], given
-            )
+            numbers = np.arange(given, given + stop - done)
+            refuse_outside(self._codecs, converted, numbers)
+            unit = _as_unit_vectors(embeddings[done:stop], given)
+            self._blocks[added] = converted
+            self._embeddings[added] = unit
             for position in range(done, stop):
                 standard = {name: each[position] for name, each in columns.items()}
                 row_id = first + position
@@ -368,7 +373,6 @@ class IndexWriter:
                 self._values.append(values)
                 for name, value in values.items():
                     self._columns.count(name, value)
-            self._held = held
             done = stop
         return range(first, first + len(blocks))
 
@@ -404,7 +408,7 @@ class IndexWriter:
         # The last shard may be shorter, and `len` counts full shards.
         spec = self._spec_after
         rows = len(self)
-        if self._held:
+        if self._rows:
             self._commit_shard()
         columns = self._columns.columns()
         change = self._change
@@ -466,7 +470,7 @@ class IndexWriter:
             self.abort()
 
     def _commit_shard(self) -> None:
-        held = self._held
+        held = len(self._rows)
         shard = self._first_row // self._spec.shard_size + len(self._receipts)
         with ShardWriter(self._place, self._spec_after, shard) as writer:
             positions = np.arange(held, dtype=np.int64)
@@ -478,31 +482,11 @@ class IndexWriter:
         self._receipts.append(receipt)
         self._rows.clear()
         self._values.clear()
-        self._held = 0
 
     def _check_open(self) -> None:
         if not self._open:
             raise UsageError(
                 f"the writer of {self._location} is closed; create a new writer"
-            )
-
-    def _check_shapes(self, blocks: Array, embeddings: Array) -> None:
-        m, d = self._spec.block_shape
-        if (
-            blocks.dtype not in _BLOCK_TYPES
-            or blocks.ndim != 3
-            or blocks.shape[1:] != (m, d)
-        ):
-            raise UsageError(
-                f"blocks must be float32, float16 or bfloat16 [k, {m}, {d}], got"
-                f" {blocks.dtype} {list(blocks.shape)}; convert the blocks first"
-            )
-        shape = (len(blocks), self._spec.embed_dim)
-        if embeddings.dtype not in _EMBEDDING_TYPES or embeddings.shape != shape:
-            raise UsageError(
-                f"embeddings of {len(blocks)} blocks must be floating-point numbers"
-                f" {list(shape)}, got {embeddings.dtype} {list(embeddings.shape)};"
-                " convert the embeddings first"
             )
 
 
@@ -515,7 +499,7 @@ def _as_bf16(blocks: Array, first: int) -> Blocks:
     """
     with np.errstate(over="ignore", invalid="ignore"):
         converted = np.ascontiguousarray(blocks.astype(BF16, copy=False))
-    finite = ((converted.view(np.uint16) & _EXPONENT) != _EXPONENT).all(axis=(1, 2))
+    finite = finite_blocks(converted)
     if not finite.all():
         row = first + int(np.argmin(finite))
         raise UsageError(
@@ -566,14 +550,14 @@ def _given_columns(
     if hasattr(rows, "__arrow_c_stream__"):
         try:
             table = pa.table(rows)
-            columns: Json = {name: table[name] for name in table.column_names}
+            columns: Json = {
+                name: table[name].to_pylist() for name in table.column_names
+            }
         except (pa.ArrowException, ValueError, KeyError) as error:
             raise UsageError(f"cannot read the table rows: {error}") from error
     elif isinstance(rows, Mapping):
         columns = {
-            as_text(name, "rows"): values
-            if hasattr(values, "to_pylist") or hasattr(values, "__array__")
-            else as_list(values, f"rows[{name!r}]", "values")
+            as_text(name, "rows"): as_list(values, f"rows[{name!r}]", "values")
             for name, values in rows.items()
         }
     else:
@@ -640,14 +624,13 @@ def _is_source_value(value: Any) -> bool:
     return is_text and len("".join(texts).encode()) <= MAX_ROW_BYTES
 
 
-def _column(field: pa.Field, values: Any) -> list[Any]:
+def _column(field: pa.Field, values: Sequence[Any]) -> list[Any]:
     """Return the values of a standard column, converted to the type of `field`. Raise
     UsageError if they cannot be converted.
     """
-    is_arrow = isinstance(values, pa.ChunkedArray | pa.Array)
     try:
-        column = (values if is_arrow else pa.array(values)).cast(field.type)
-    except (pa.ArrowException, ValueError, TypeError) as error:
+        column = pa.array([*map(python_value, values)]).cast(field.type)
+    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         raise UsageError(
             f"column {field.name} of rows cannot be converted to {field.type}: {error}"
         ) from error

@@ -20,6 +20,7 @@ from storage_formats.errors import CorruptIndexError
 from storage_formats.format.checksum import crc32c_rows, read_checksums
 from storage_formats.format.file_check import FileEntry
 from storage_formats.format.index_files import IndexFile
+from storage_formats.format.layout import checksum_file, token_file
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.offset import stored_codec
 from storage_formats.writing.shard_writer import ShardWriter
@@ -102,12 +103,9 @@ class ShardRepair:
         """Return the relative paths of the token file and of the checksum file of a
         precision.
         """
-        layout = self.index.layout
-        name = token_codec.name
-        ndim = len(token_codec.record_shape)
-        tokens = layout.token_shard(name, self.shard, ndim)
-        checksums = layout.checksums(name, self.shard)
-        return layout.relative(tokens), layout.relative(checksums)
+        tokens = token_file(token_codec.name, len(token_codec.record_shape))
+        checksums = checksum_file(token_codec.name)
+        return tokens.format(self.shard), checksums.format(self.shard)
 
     def _candidates(self, token_codec: Codec) -> Iterator[tuple[str, Records]]:
         """Yield candidates (description of the source, records) for the committed
@@ -169,13 +167,10 @@ class ShardRepair:
         is too short or cannot be read, the missing bytes are 0.
         """
         records = np.zeros((self._rows, token_codec.record_bytes), dtype=np.uint8)
-        try:
-            path = self.index.root / self._paths(token_codec)[0]
-            with IndexFile(self.index.root, path) as file:
-                data = np.frombuffer(file.read(records.nbytes), dtype=np.uint8)
-        except OSError:
-            return records
-        records.reshape(-1)[: len(data)] = data
+        path = self.index.root / self._paths(token_codec)[0]
+        with contextlib.suppress(OSError), IndexFile(self.index.root, path) as file:
+            data = np.frombuffer(file.read(records.nbytes), dtype=np.uint8)
+            records.reshape(-1)[: len(data)] = data
         return records
 
     def _converted(self, source: Codec, target: Codec) -> Records:

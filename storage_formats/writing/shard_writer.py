@@ -16,23 +16,24 @@ from typing import Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from storage_formats.arrays import Floats, Ints
 from storage_formats.atomic import json_bytes, naming
 from storage_formats.codecs import BF16, Blocks, Codec, Records, fill_record
 from storage_formats.errors import UsageError
-from storage_formats.format.checksum import crc32c, crc32c_file, crc32c_rows
+from storage_formats.format.checksum import crc32c, crc32c_rows
 from storage_formats.format.file_check import FileEntry
-from storage_formats.format.layout import IndexSpec, padded_shard_bytes
+from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
+from storage_formats.format.manifest import Counts
 from storage_formats.format.offset import stored_codec
 from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import (
-    DUPLICATE,
     INDEXED,
-    failures_by_reason,
-    write_rows,
+    count_rows,
 )
 from storage_formats.format.zarr_metadata import shard_index_bytes
 
@@ -52,6 +53,8 @@ class ShardWriter:
         shard: number of the shard.
         precisions: names of the precisions whose token files are written. None writes
             all precisions of `spec`.
+        erases: True for a shard of an erasure. Its data files are written to
+            `build/erased/`, from where the commit moves them into place.
 
     Attributes:
         tokens: the unfinished token files, keyed by precision.
@@ -64,8 +67,11 @@ class ShardWriter:
         spec: IndexSpec,
         shard: int,
         precisions: Iterable[str] | None = None,
+        *,
+        erases: bool = False,
     ) -> None:
         self._place = place
+        self._data = Layout(place.erased if erases else place.root)
         self._shard = shard
         self._spec = spec
         place.begin_task()
@@ -97,15 +103,10 @@ class ShardWriter:
         shape = (self._spec.shard_size, self._spec.embed_dim)
         return np.full(shape, np.nan, dtype="<f4")
 
-    def outside(self, tokens: Blocks) -> dict[int, str]:
-        """Return a description of the problem for each block of `tokens`, bfloat16
-        [k, m, d], that one of the precisions cannot store. The key is the position of
-        the block in `tokens`. `put` refuses such blocks.
-        """
-        problems: dict[int, str] = {}
-        for file in self.tokens.values():
-            problems |= outside(file.codec, tokens)
-        return problems
+    @property
+    def codecs(self) -> list[Codec]:
+        """The codecs of the written precisions."""
+        return [file.codec for file in self.tokens.values()]
 
     def put(
         self, positions: Ints, tokens: Blocks, embeddings: Floats | None = None
@@ -115,17 +116,13 @@ class ShardWriter:
         Args:
             positions: int64 [k], positions in the shard, ascending. The first must be
                 greater than the last position of the previous call.
-            tokens: ml_dtypes.bfloat16 [k, m, d], finite.
+            tokens: ml_dtypes.bfloat16 [k, m, d], finite. Every precision must be able
+                to store them, see `outside`.
             embeddings: float32 [k, embed_dim], finite. None adds no embeddings.
-
-        Raises:
-            UsageError: a precision cannot store a block, see `outside`.
         """
         if embeddings is not None:
             self.embeddings[positions] = embeddings
-        first = self._shard * self._spec.shard_size
         for file in self.tokens.values():
-            refuse_outside(file.codec, tokens, first + positions)
             file.put(positions, file.codec.encode(tokens))
 
     def _stage(self, name: str, final: Path, data: bytes) -> None:
@@ -140,7 +137,7 @@ class ShardWriter:
 
     def commit(
         self,
-        rows: pa.Table,
+        rows: pa.Table | None,
         plan: str,
         seconds: dict[str, float] | None = None,
         encoded_on: str | None = None,
@@ -151,7 +148,8 @@ class ShardWriter:
         Args:
             rows: rows table with one line per row of the shard. It has the columns of
                 `storage_formats.format.rows.ROW_SCHEMA`, and source columns and
-                `SOURCE_VALUES` if there are any.
+                `SOURCE_VALUES` if there are any. None writes only token files, for a
+                conversion, which does not change the rows.
             plan: fingerprint of the plan, see `ShardReceipt`.
             seconds: time spent in each stage, see `ShardReceipt`.
             encoded_on: see `ShardReceipt`.
@@ -160,43 +158,47 @@ class ShardWriter:
             FileNotFoundError: a later attempt at the shard has removed the private
                 files.
         """
-        self.stage_tokens()
-        final = self._place.embedding_shard(self._shard)
-        self._stage("embeddings", final, self.embeddings.tobytes())
-        path = self._folder / "rows"
-        write_rows(path, rows)
-        where = self._place.relative(self._place.staged_rows(self._shard))
-        self.staged.append((path, FileEntry(where, *crc32c_file(path))))
-        statuses = rows["status"].to_pylist()
-        details = rows["detail"].to_pylist()
+        number = len(self._spec.shard_rows(self._shard))
+        counts = Counts(number, number, 0)
+        truncated = 0
+        if rows is not None:
+            final = self._data.embedding_shard(self._shard)
+            self._stage("embeddings", final, self.embeddings.tobytes())
+            sink = pa.BufferOutputStream()
+            pq.write_table(rows, sink, compression="zstd")
+            final = self._place.staged_rows(self._shard)
+            self._stage("rows", final, sink.getvalue().to_pybytes())
+            counts = count_rows(rows)
+            is_indexed = pc.equal(rows["status"], INDEXED)
+            truncated = len(rows["detail"].filter(is_indexed).drop_null())
         receipt = ShardReceipt(
             shard=self._shard,
             plan=plan,
-            rows=len(rows),
-            indexed=statuses.count(INDEXED),
-            duplicates=statuses.count(DUPLICATE),
-            failed=failures_by_reason(rows),
+            rows=counts.inputs,
+            indexed=counts.indexed,
+            duplicates=counts.duplicates,
+            failed=counts.failed,
             files=self.commit_files(),
             seconds=seconds or {},
-            truncated=sum(
-                status == INDEXED and detail is not None
-                for status, detail in zip(statuses, details, strict=True)
-            ),
+            truncated=truncated,
             encoded_on=encoded_on,
         )
-        self.commit_receipt(receipt)
+        # The data files are committed already, so the receipt is the only staged file.
+        final = self._place.receipt(self._shard)
+        self._stage("receipt.json", final, json_bytes(receipt.to_json()))
+        self.commit_files()
         return receipt
 
     def stage_tokens(self) -> None:
         """Finish the token files, write their checksum files, and stage all of them."""
-        place = self._place
         for name, file in self.tokens.items():
             crc, checksums = file.finish()
             file.close()
             ndim = len(file.codec.record_shape)
-            final = place.relative(place.token_shard(name, self._shard, ndim))
-            self.staged.append((file.path, FileEntry(final, file.length, crc)))
-            path = place.checksums(name, self._shard)
+            final = self._data.token_shard(name, self._shard, ndim)
+            entry = FileEntry(self._place.relative(final), file.length, crc)
+            self.staged.append((file.path, entry))
+            path = self._data.checksums(name, self._shard)
             self._stage(f"checksums-{name}", path, checksums.tobytes())
         self.tokens.clear()
 
@@ -209,18 +211,6 @@ class ShardWriter:
         self.staged = []
         self._place.put(staged)
         return tuple(entry for _, entry in staged)
-
-    def commit_receipt(self, receipt: ShardReceipt) -> None:
-        """Write the receipt, which commits the shard.
-
-        Raises:
-            FileNotFoundError: a later attempt at the shard has removed the private
-                files.
-        """
-        final = self._place.receipt(receipt.shard)
-        # The data files are committed already, so the receipt is the only staged file.
-        self._stage("receipt.json", final, json_bytes(receipt.to_json()))
-        self.commit_files()
 
     def abort(self) -> None:
         """Remove the uncommitted files. Committed files stay."""
@@ -235,9 +225,9 @@ class ShardWriter:
         self.abort()
 
 
-def outside(codec: Codec, blocks: Blocks) -> dict[int, str]:
-    """Return a description of the problem for each block that `codec` cannot store,
-    keyed by the position of the block in `blocks`.
+def outside(codecs: Iterable[Codec], blocks: Blocks) -> dict[int, str]:
+    """Return a description of the problem for each block that one of `codecs` cannot
+    store, keyed by the position of the block in `blocks`.
 
     A block cannot be stored if it has a token whose largest magnitude, after the offset
     was subtracted, is outside `codec.form.token_range`. The values of such a token
@@ -247,36 +237,38 @@ def outside(codec: Codec, blocks: Blocks) -> dict[int, str]:
     Args:
         blocks: bfloat16 [k, m, d].
     """
-    low, high = codec.form.token_range
-    if (low, high) == (0.0, math.inf):
-        return {}
-    largest = _largest(codec.residuals(blocks))
-    is_small = (largest < low) & (largest > 0)
-    if codec.offset is not None:
-        # If a token nearly equals the offset, the differences between them are small.
-        # They may be lost if they are no larger than the error with which the token was
-        # rounded to bfloat16.
-        is_small &= largest > 2.0**-8 * _largest(blocks)
-    lost = is_small | (largest > high)
-    # Tokens are visited in reverse order, so that the description of a block names its
-    # first lost token.
-    return {
-        block: f"the largest value of token {token} is {largest[block, token]:g}, but"
-        f" {codec.name} can store {low:g} to {high:g}; scale the tokens, or choose"
-        " bf16, fp8 or int8"
-        for block, token in reversed(np.argwhere(lost).tolist())
-    }
+    problems: dict[int, str] = {}
+    for codec in codecs:
+        low, high = codec.form.token_range
+        if (low, high) == (0.0, math.inf):
+            continue
+        largest = _largest(codec.residuals(blocks))
+        is_small = (largest < low) & (largest > 0)
+        if codec.offset is not None:
+            # If a token nearly equals the offset, the differences between them are
+            # small. They may be lost if they are no larger than the error with which
+            # the token was rounded to bfloat16.
+            is_small &= largest > 2.0**-8 * _largest(blocks)
+        lost = is_small | (largest > high)
+        # Tokens are visited in reverse order, so that the description of a block names
+        # its first lost token.
+        for block, token in reversed(np.argwhere(lost).tolist()):
+            problems[block] = (
+                f"the largest value of token {token} is {largest[block, token]:g}, but"
+                f" {codec.name} can store {low:g} to {high:g}; scale the tokens, or"
+                " choose bf16, fp8 or int8"
+            )
+    return problems
 
 
-def refuse_outside(codec: Codec, blocks: Blocks, row_ids: Ints) -> None:
-    """Raise UsageError if `codec` cannot store one of `blocks` [k, m, d], see
+def refuse_outside(codecs: Iterable[Codec], blocks: Blocks, row_ids: Ints) -> None:
+    """Raise UsageError if one of `codecs` cannot store one of `blocks` [k, m, d], see
     `outside`.
 
     Args:
         row_ids: int64 [k], row id of each block, for the error message.
     """
-    problems = outside(codec, blocks)
-    if problems:
+    if problems := outside(codecs, blocks):
         block = min(problems)
         raise UsageError(f"row {row_ids[block]}: {problems[block]}")
 
@@ -329,15 +321,15 @@ class TokenShardFile:
                 position of the previous call.
             records: uint8 [k, record_bytes].
         """
-        # Each run of consecutive positions is written at once. `run` holds indices in
-        # `positions`.
-        for run in np.split(
-            np.arange(len(positions)), np.flatnonzero(np.diff(positions) > 1) + 1
-        ):
-            if len(run):
-                self._fill_to(int(positions[run[0]]))
-                self._present[positions[run]] = True
-                self._write(records[run[0] : run[-1] + 1])
+        if not len(positions):
+            return
+        self._present[positions] = True
+        stop = int(positions[-1]) + 1
+        if stop - self._next > len(records):
+            with_holes = self._holes(stop)
+            with_holes[positions - self._next] = records
+            records = with_holes
+        self._write(records)
 
     def finish(self) -> tuple[int, NDArray[np.uint32]]:
         """Write holes at the remaining positions, and then the padding and the shard
@@ -346,7 +338,7 @@ class TokenShardFile:
         Returns:
             (CRC-32C of the file, CRC-32C of each record as uint32 [rows]).
         """
-        self._fill_to(self._rows)
+        self._write(self._holes(self._rows))
         end = self._rows * self.codec.record_bytes
         tail = bytes(self._index_offset - end) + shard_index_bytes(
             self._present, self.codec.record_bytes
@@ -364,10 +356,9 @@ class TokenShardFile:
         with contextlib.suppress(OSError):
             self._file.close()
 
-    def _fill_to(self, position: int) -> None:
-        while self._next < position:
-            count = min(position - self._next, 64)
-            self._write(np.broadcast_to(self._fill, (count, self.codec.record_bytes)))
+    def _holes(self, stop: int) -> Records:
+        """Return the records of holes at all positions from the next one to `stop`."""
+        return np.repeat(self._fill, stop - self._next, axis=0)
 
     def _write(self, records: Records) -> None:
         records = np.ascontiguousarray(records)

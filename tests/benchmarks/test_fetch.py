@@ -179,7 +179,6 @@ def test_the_pages_show_the_newest_report():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_everything_on_an_index(index, run, tmp_path):
-    pytest.importorskip("matplotlib")
     code, out, err = run(
         "bench", "fetch", index, "--quick", "--report", tmp_path / "r", "--json"
     )
@@ -192,9 +191,7 @@ def test_everything_on_an_index(index, run, tmp_path):
     assert (DEVICE, "cold") in measured or shutil.which("fio") is None
     assert "warning: bf16, fp8: only the first 300 rows are read" in err
     assert list(index.parent.iterdir()) == [index]
-    picture, text, data = sorted((tmp_path / "r").iterdir(), reverse=True)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert f"({picture.name})" in text.read_text()
+    _, data = sorted((tmp_path / "r").iterdir(), reverse=True)
     assert str(tmp_path) not in data.read_text()
 
 

@@ -83,7 +83,7 @@ def main(path):
     name = path.name.removesuffix("-fetch.md")
     for page in (REPO / each for each in PAGES):
         text = replaced(page.read_text(), path.read_text())
-        # links to the report and its picture
+        # links to the report
         text = re.sub(r"results/[\d-]{10}-fetch\.", f"results/{name}-fetch.", text)
         page.write_text(text)
 

@@ -24,11 +24,7 @@ class PlainLoop:
 
     def __init__(self, root: Path, model: Path) -> None:
         self.bundle = ModelBundle.load(model)
-        self.weights = {
-            part: weight
-            for part, weight in self.bundle.score.t2i.by_part().items()
-            if weight
-        }
+        self.weights = self.bundle.score.t2i.by_part()
         self._tokens: Any = zarr.open_group(root / "tokens", mode="r")["bf16"]
         self._embeddings = np.asarray(
             zarr.open_array(root / "embeddings", mode="r")[:], dtype=np.float32

@@ -10,7 +10,7 @@ import pytest
 from edje_index.indexing import faiss_index, shard_encoding
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.indexing.kept_batches import kept_rows
-from pipelines.progress.events import JobStopped, PlanReady, Progress
+from pipelines.progress.events import JobStopped, PlanReady
 from storage_formats import verify_index
 from storage_formats.errors import UsageError
 from storage_formats.format.journal import read_journal
@@ -58,23 +58,6 @@ def test_a_shard_with_a_damaged_receipt_is_encoded_again(config, damage):
 
 def test_a_stop_inside_a_slow_shard_keeps_its_batches(config, monkeypatch):
     monkeypatch.setattr(shard_encoding, "_LONG_SECONDS", 0.0)
-    done = []
-
-    def note(event):
-        done.extend([event.done] if isinstance(event, Progress) else [])
-
-    request = config(shard_size=16)
-    with pytest.raises(
-        JobStopped, match=r"stopped; [1-9] of \d+ rows are kept, 0 of 1"
-    ):
-        run_build(request, note, lambda: bool(done))
-    layout = Directory(request.out)
-    kept = kept_rows(layout)
-    assert 0 < kept < read_journal(Directory(request.out)).plan["spec"]["rows"]
-    # A build with other settings does not discard them.
-    with pytest.raises(UsageError, match="other settings"):
-        run_build(config(shard_size=16, exclude=["*.png"]))
-    assert kept_rows(layout) == kept
     encoded = []
     encode = ImageEncoder.encode
 
@@ -83,6 +66,19 @@ def test_a_stop_inside_a_slow_shard_keeps_its_batches(config, monkeypatch):
         return encode(self, images)
 
     monkeypatch.setattr(ImageEncoder, "encode", counted)
+    request = config(shard_size=16)
+    with pytest.raises(
+        JobStopped, match=r"stopped; [1-9] of \d+ rows are kept, 0 of 1"
+    ):
+        run_build(request, should_stop=lambda: bool(encoded))
+    layout = Directory(request.out)
+    kept = kept_rows(layout)
+    assert 0 < kept < read_journal(Directory(request.out)).plan["spec"]["rows"]
+    # A build with other settings does not discard them.
+    with pytest.raises(UsageError, match="other settings"):
+        run_build(config(shard_size=16, exclude=["*.png"]))
+    assert kept_rows(layout) == kept
+    encoded.clear()
     result = run_build(request)
     assert sum(encoded) == result.indexed - kept
     assert verify_index(request.out) == []
@@ -92,7 +88,7 @@ def test_a_stop_inside_a_slow_shard_keeps_its_batches(config, monkeypatch):
 def test_too_little_memory_for_the_search_index_is_refused_before_a_resumed_job_encodes(
     config, monkeypatch
 ):
-    request = config(memory=10**9)
+    request = config()
     stop_after_one_shard(run_build, request)
     with monkeypatch.context() as patch:
         patch.setattr(faiss_index, "_PEAK", 10.0**10)

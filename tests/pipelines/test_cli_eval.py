@@ -121,7 +121,7 @@ def by_hand(
     def final(caption, row, direction):
         block = tokens.decode(tokens.encode(blocks[row : row + 1]))
         parts = {"embedding": [text[caption] @ embeddings[row]]}
-        used = {part: w for part, w in weights[direction].by_part().items() if w}
+        used = weights[direction].by_part()
         joint = [part for part in used if part != "embedding"]
         parts |= scorer.parts(joint, [caption], scorer.images(block))
         return sum(w * float(parts[part][0]) for part, w in used.items())

@@ -64,8 +64,7 @@ def test_a_folder_of_a_phone_and_a_nas_is_indexed_upright(
     result = run_build(request)
     assert (result.indexed, result.failed) == (heics + jpegs, 1)
     assert dict(result.ignored) == {
-        "(hidden)": 2,
-        "(thumbnails, trash)": 2,
+        "(hidden)": 4,
         ".db": 1,
         ".mov": 5,
     }
@@ -92,14 +91,12 @@ def test_formats_that_are_not_decoded_count_as_no_failure(config, photos):
     for number in range(4):
         (photos / f"x{number}.jxl").write_bytes(JPEG_XL)
     (photos / "07.jpg").unlink()
-    (photos / "1.CR2").write_bytes(b"II*\0\x10\0\0\0CR")
     events: list[Any] = []
     result = run_build(config(max_failed=0), events.append)
     assert (result.failed, result.failed_by_reason) == (4, {"unsupported-image": 4})
     texts = [text for event in events if (text := getattr(event, "text", ""))]
     (line,) = [text for text in texts if "does not decode" in text]
-    assert "5 files" in line
-    assert "camera raw .cr2 (export the photos as JPEG) 1" in line
+    assert "4 files" in line
     assert "JPEG XL" in line
     assert "djxl" in line
     # other failures count as before
@@ -134,7 +131,7 @@ def test_patterns_select_inputs_as_gitignore_does(
     refs = [ref.uri for ref in source.iter_inputs()]
     folder = f"{tmp_path}/photos/"
     assert {uri.removeprefix(folder) for uri in refs} == used
-    assert patterns.unmatched == unmatched
+    assert list(patterns.unmatched) == unmatched
     assert source.ignored.get("(excluded)", 0) == len(FILES) - len(used)
 
 

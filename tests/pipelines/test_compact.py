@@ -19,6 +19,7 @@ from pipelines import (
     repair_index,
 )
 from pipelines.jobs.ann import add_ann
+from pipelines.jobs.copy import compact_path
 from pipelines.jobs.snapshots import history, set_columns
 from storage_formats import (
     CorruptIndexError,
@@ -82,6 +83,23 @@ def test_the_other_rows_are_copied(index, tmp_path):
     assert manifest.snapshot.change["kind"] == "compact"
 
 
+def test_without_a_name_the_new_index_lies_beside_the_old_one(
+    index, tmp_path, run, monkeypatch
+):
+    root, _ = index
+    delete_rows(root, rows=[1])
+    dense = tmp_path / "index-compact.edje"
+    monkeypatch.chdir(root)
+    assert run.json("compact", ".")["out"] == str(dense)
+    assert Manifest.load(dense).spec.rows == SPEC.rows - 1
+    err = run.refused("compact", root)
+    assert f"--out: {dense} exists already; choose another directory" in err
+    with pytest.raises(UsageError, match="give the directory of the new index, too"):
+        compact_index("s3://bucket/photos.edje")
+    monkeypatch.chdir(tmp_path)
+    assert compact_path("v2.edje/") == tmp_path / "v2-compact.edje"
+
+
 def flip(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
@@ -125,8 +143,6 @@ def test_no_search_index_is_built_of_damaged_embeddings(index):
 
 def test_what_cannot_be_compacted_is_refused(index, tmp_path, run):
     root, _ = index
-    err = run.refused("compact", root)
-    assert "Missing option '--out': Directory of the new index" in err
     delete_rows(root, rows=range(SPEC.rows))
     with pytest.raises(UsageError, match=r"all rows of .* are deleted"):
         compact_index(root, tmp_path / "dense")

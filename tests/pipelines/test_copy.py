@@ -121,8 +121,8 @@ def test_a_killed_copy_leaves_no_stray_files(index, tmp_path):
     """The process ends between writing a file and renaming it."""
     script = (
         "import os, signal, sys; from pipelines import copy_index; from"
-        " storage_formats.writing import index_copy; index_copy.crc32c_file = lambda"
-        " path: os.kill(os.getpid(), signal.SIGKILL); copy_index(*sys.argv[1:])"
+        " storage_formats.format.directory import Directory; Directory.contents ="
+        " lambda *_: os.kill(os.getpid(), signal.SIGKILL); copy_index(*sys.argv[1:])"
     )
     killed = subprocess.run(
         [sys.executable, "-c", script, index, tmp_path / "copy"],

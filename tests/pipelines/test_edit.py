@@ -72,6 +72,21 @@ def test_values_that_all_rows_share_are_read_filtered_and_edited(tmp_path):
     assert (last["tags"], last["licence"]) == (tags, "y" * 12_000)
 
 
+def test_an_edit_that_changes_nothing_says_why(index):
+    said = []
+    set_columns(index, [3], {"title": ["Sea"]}, on_event=said.append)
+    assert said == []
+    for rows, where in (([], "title = 'Hill'"), ([3], None)):
+        result = set_columns(
+            index, rows, {"title": ["Sea"]}, where=where, on_event=said.append
+        )
+        assert (result.values, result.snapshot) == (0, 1)
+    assert [event.text for event in said] == [
+        "no row passes the filter; nothing was changed",
+        "the rows have these values; nothing was changed",
+    ]
+
+
 @pytest.mark.parametrize(
     ("values", "type_", "where"),
     [

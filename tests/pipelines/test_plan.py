@@ -81,7 +81,7 @@ def test_a_plan_holds_every_input_and_is_resumed_without_looking_at_the_sources(
     shutil.rmtree(photos)
     photos.mkdir()
     assert plan(config()) == made
-    assert plan(config(engine="ray", workers=2, memory=10**10)) == made, (
+    assert plan(config(engine="ray", workers=2)) == made, (
         "they do not determine the bytes"
     )
 
@@ -215,8 +215,6 @@ def test_workers_fill_the_machine_and_its_memory_unless_told(
         return choose_workers(settings, info, execution).workers
 
     assert workers() == 8, "the memory has room for eight"
-    assert workers(memory=100 * need) == 8, "more than is free"
-    assert workers(memory=3 * need - 1) == 2
     assert workers(dataclasses.replace(settings, threads=4)) == 2
     on_gpus = dataclasses.replace(settings, device="cuda")
     assert workers(on_gpus) == 6, "two per GPU"
@@ -230,12 +228,10 @@ def test_workers_fill_the_machine_and_its_memory_unless_told(
         workers(engine="inline", workers=3),
         workers(address="head:6379"),
     ) == (3, 1, None)
-    for refused in ({"memory": need - 1}, {"memory": 3 * need - 1, "workers": 3}):
-        with pytest.raises(
-            UsageError,
-            match=r"of memory, but only .* are allowed; allow more, or use fewer",
-        ):
-            workers(**refused)
+    monkeypatch.setattr(planning, "available_memory", lambda: 3 * need - 1)
+    assert workers() == 2
+    with pytest.raises(UsageError, match=r"of memory, but only .* are free; use fewer"):
+        workers(workers=3)
 
 
 @pytest.mark.parametrize(
@@ -259,21 +255,15 @@ def test_workers_share_the_gpus_evenly(config, monkeypatch, workers, share):
     assert shares == [share]
 
 
-def test_the_memory_limit_chooses_the_nearest_neighbour_index(monkeypatch):
-    monkeypatch.setattr(planning, "free_disk", lambda _: 10**15)
-    monkeypatch.setattr(planning, "available_memory", lambda: 10**12)
+def test_a_nearest_neighbour_index_without_room_in_memory_is_refused(monkeypatch):
     spec = IndexSpec(10_000_000, 1024, (4, 16), 384)
     assert disk_need(spec)["ann"] == int(10_000_000 * 104 * 1.02)
-    assert disk_need(spec, memory=10**9)["ann"] == int(10_000_000 * 56 * 1.02)
-    check_ann_memory(spec, 10**9)
-    for parameter, limit in (("memory", 10**8), ("sources", None)):
-        monkeypatch.setattr(planning, "available_memory", lambda: 10**8 + 1)
-        with pytest.raises(
-            UsageError,
-            match=r"neighbour index [\d.]+ [MG]B\) of memory, but only 100\.0 MB",
-        ) as error:
-            check_ann_memory(spec, limit)
-        assert error.value.parameter == parameter
+    monkeypatch.setattr(planning, "available_memory", lambda: 10**8)
+    with pytest.raises(
+        UsageError,
+        match=r"neighbour index [\d.]+ [MG]B\) of memory, but only 100\.0 MB",
+    ):
+        check_ann_memory(spec)
 
 
 def test_cuda_without_a_device_is_refused(config, monkeypatch):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,7 +22,7 @@ from pipelines.engines.base import (
     TaskFailedError,
     machine_gpus,
 )
-from pipelines.engines.ray_engine import ATTEMPTS, run_on_ray, workers_of
+from pipelines.engines.ray_engine import ATTEMPTS, RayCluster, run_on_ray
 from storage_formats.errors import EdjeError, UsageError
 from tests.conftest import environment
 from tests.pipelines.conftest import run_build
@@ -81,7 +82,9 @@ def test_workers_share_the_gpus_of_this_machine():
     ("gpus", "need", "workers"), [(1, 0.2, 5), (2, 0.2, 10), (1, 0.3, 3), (0, 0.5, 0)]
 )
 def test_fractions_of_a_gpu_are_counted_as_ray_counts_them(gpus, need, workers):
-    assert workers_of({"CPU": 16, "GPU": gpus}, {"CPU": 1, "GPU": need}) == workers
+    node = {"NodeID": "1", "Alive": True, "Resources": {"CPU": 16, "GPU": gpus}}
+    ray = SimpleNamespace(nodes=lambda: [node])
+    assert RayCluster(ray, 1, need, 0).room == workers
 
 
 @pytest.mark.slow

@@ -145,7 +145,7 @@ TREES = {
         " trip/._a.jpg trip/Thumbs.db trip/eaDir.jpg",
         {},
         "trip/eaDir.jpg",
-        {"(thumbnails, trash)": 4, "(hidden)": 3, ".db": 1},
+        {"(hidden)": 7, ".db": 1},
     ),
     "broken links": (
         "a.jpg>b.jpg c.txt>d.txt e.jpg>e.jpg",

@@ -107,7 +107,7 @@ def test_damaged_parquet(tmp_path):
         open_source(str(path))
     data[4 : data.index(b"PAR1", 4) - 2000] = b""
     path.write_bytes(data)
-    with pytest.raises(UsageError, match="damaged after row"):
+    with pytest.raises(UsageError, match=r"cannot read .*list\.parquet"):
         scan(path)
 
 

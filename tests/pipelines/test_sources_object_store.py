@@ -13,7 +13,8 @@ import pytest
 from edje_index.inputs.ranges import open_ranged
 from edje_index.inputs.refs import read_bytes
 from pipelines import update_index
-from pipelines.sources import iter_all, open_sources
+from pipelines.sources import open_sources
+from pipelines.sources.kinds import iter_all
 from storage_formats import TokenStore, UsageError
 from storage_formats.remote import files as remote
 from storage_formats.remote import objects

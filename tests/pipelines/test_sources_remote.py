@@ -23,8 +23,9 @@ from edje_index.inputs.refs import InputRef, read_bytes
 from pipelines import update_index
 from pipelines.cli.info import failed_rows
 from pipelines.progress.events import StatusMessage
-from pipelines.sources import iter_all, open_source, open_sources
+from pipelines.sources import open_source, open_sources
 from pipelines.sources.base import file_input
+from pipelines.sources.kinds import iter_all
 from storage_formats import TokenStore, UsageError, read_rows
 from storage_formats.remote import files as remote
 from tests.object_store import use_endpoint
@@ -356,7 +357,7 @@ def test_folders_of_a_bucket_without_a_name_or_without_a_list(
             "s3://photos/b.jpg",
             "s3://photos/sub/c.jpg",
         ]
-        assert source.ignored["(no name)"] == 1
+        assert source.ignored["(hidden)"] == 1
         pages["sub/"] = "<html>Please accept the terms</html>"
         with pytest.raises(TransientInputError, match="/sub: the server lists"):
             list(source.iter_inputs())

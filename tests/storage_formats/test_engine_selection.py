@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import shutil
 import tempfile
@@ -110,6 +111,23 @@ def test_candidates_of_a_search_are_read_into_the_page_cache_once(
         advised.clear()
     evict(built[0])
     assert same_bits(store.fetch([0, 16]), built[1][[0, 16]])
+
+
+def test_shards_that_leave_the_page_cache_are_trusted_no_longer(
+    built, store, monkeypatch
+):
+    monkeypatch.setattr(files, "TRUSTED_SECONDS", 3600)
+    for path in Layout(built[0]).token_array("bf16").glob("c.*"):
+        path.read_bytes()
+    for _ in range(2):
+        assert same_bits(store.fetch([0, 40]), built[1][[0, 40]])
+    for mapped in store._view.reads._mapped._maps.values():
+        mapped.madvise(mmap.MADV_DONTNEED)
+    evict(built[0])
+    ids = np.array([0, 40])
+    assert not store._view.reads.read_cached(ids, None)
+    assert chosen(store, ids) == {"portable": 2}
+    assert same_bits(store.fetch(ids), built[1][ids])
 
 
 def test_a_search_of_more_shards_than_may_be_open_maps_no_file(built, monkeypatch):

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from storage_formats.format.parquet import read_table, table_bytes
+from storage_formats.format.parquet import read_table
 from tests.conftest import REPO, write_random_index
 from tests.storage_formats.reading_cases import ODD, linux
 
@@ -29,26 +29,6 @@ def test_a_small_file_of_many_equal_rows_is_refused_before_it_is_decoded():
     with pytest.raises(ValueError, match="it declares 2000000 rows"):
         read_table(data)
     assert pa.total_allocated_bytes() == before
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        [f"tag {number}" for number in range(100)],
-        ["x"] * 200,
-        [""] * 200,
-        "x" * 16_000,
-        None,
-    ],
-)
-@pytest.mark.parametrize("rows", [1, 1000, 8000])
-def test_what_is_written_can_be_read(value, rows):
-    kind = pa.string() if isinstance(value, str) else pa.list_(pa.string())
-    table = pa.table({"row_id": range(rows), "v": pa.array([value] * rows, kind)})
-    data = table_bytes(table)
-    assert read_table(data) == table
-    if table.nbytes < 1 << 22 or value is None:
-        assert len(data) < 100_000
 
 
 @linux

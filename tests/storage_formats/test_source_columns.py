@@ -30,7 +30,6 @@ from storage_formats.format.rows import (
     read_staged_rows,
     rows_table,
     with_source_values,
-    write_rows,
 )
 from storage_formats.format.source_columns import (
     MAX_COLUMNS,
@@ -214,12 +213,8 @@ def test_columns_of_an_earlier_segment_are_widened_or_null(tmp_path):
         column_of([row.get(name) for row in values], name)
         for name in ("n", "b", "t", "when")
     ]
-    write_rows(
-        path,
-        with_source_values(
-            rows_table([RowEntry(0, "a"), RowEntry(1, "b")]), written, values
-        ),
-    )
+    rows = rows_table([RowEntry(0, "a"), RowEntry(1, "b")])
+    pq.write_table(with_source_values(rows, written, values), path)
     wider = [
         SourceColumn("n", ("float", "int"), 1),
         SourceColumn("b", ("bool", "int"), 1),

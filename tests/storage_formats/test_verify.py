@@ -43,7 +43,7 @@ def codes(root) -> set[tuple[str, str]]:
 
 def test_sound_index_has_no_problems(sound):
     steps = []
-    assert verify_index(sound, lambda done, of: steps.append((done, of))) == []
+    assert verify_index(sound, lambda _, done, of: steps.append((done, of))) == []
     assert steps == [(1, 3), (2, 3), (3, 3)]
 
 
@@ -115,7 +115,7 @@ def test_rows_that_contradict_the_data_are_found(tmp_path, monkeypatch):
 
 
 def test_an_index_that_changes_during_verification_is_not_called_damaged(copy):
-    def change(done, of):
+    def change(activity, done, of):
         if done == of:
             (copy / "tokens" / "bf16" / "extra").write_text("of another precision, say")
             manifest = copy / "index.json"
@@ -155,7 +155,7 @@ def test_an_interrupted_check_has_checked_only_a_few_shards_ahead(
         lambda *shard: (checks.append(shard), check_shard(*shard))[1],
     )
 
-    def interrupt(done: int, of: int) -> None:
+    def interrupt(activity: str, done: int, of: int) -> None:
         time.sleep(0.1)
         raise error
 

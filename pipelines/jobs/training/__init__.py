@@ -10,7 +10,8 @@ Files in the run folder:
     train.npy       token ids and embeddings of the training captions
     dev.npy         the same of the dev captions
     train.parts/    finished shards of `train.npy`, until it is complete
-    checkpoints/    weights and optimiser states at some steps
+    checkpoint.pt   weights and optimiser state of the last saved step
     log.jsonl       one record per logged step
-    result.json     result of the finished run
+
+The trained bundle has the result of the run in its file `training.json`.
 """

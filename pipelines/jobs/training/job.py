@@ -11,14 +11,13 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from edje_index.bundles.info import (
-    INFO_FILE,
     VISION_WEIGHTS,
     BundleInfo,
     matching_bundle,
     read_bundle_info,
 )
 from edje_index.models.adapter import AdapterConfig
-from edje_index.training.checkpoints import read_log
+from edje_index.training.checkpoints import CHECKPOINT, read_log
 from edje_index.training.config import TrainSettings
 from edje_index.training.dataset import (
     TrainingData,
@@ -26,7 +25,6 @@ from edje_index.training.dataset import (
     read_captioned_rows,
 )
 from edje_index.training.loop import (
-    JOINT,
     TrainTask,
     finish_model,
     run_worker,
@@ -50,15 +48,9 @@ from storage_formats.errors import EdjeError, TaskInterrupted, UsageError
 from storage_formats.format.directory import locked
 from storage_formats.format.manifest import CommittedIndex
 
-_LANGUAGE_FILES = (
-    "config.json",
-    "model.safetensors",
-    "pytorch_model.bin",
-    "tokenizer.json",
-    "vocab.txt",
-)
+# the file of a bundle with the result of the run that made the bundle
+_RESULT = "training.json"
 _TOKENIZER = "joint/tokenizer.json"
-_LOSSES = ("loss", "itm", "mlm", "recovery", "distillation", "accuracy")
 
 
 def run_training(
@@ -105,9 +97,6 @@ def run_training(
             return _finished_result(settings, fingerprint)
         count = int(data.caption_starts[-1])
         total_steps(settings.loop, count)
-        if left_out:
-            text = f"images left out: {by_reason(left_out)}"
-            on_event(StatusMessage(text))
         data = replace(
             data,
             miner=open_same_images(inputs.miner, hashes),
@@ -116,7 +105,7 @@ def run_training(
         if data.teacher is not None:
             matching_bundle(data.teacher.index, inputs.teacher)
         continued = _continued_run(settings)
-        start = _begin_run(settings, features, record)
+        start = _begin_run(settings, features, data, record)
         if dev is None:
             text = (
                 "inputs.dev is not set, so the weights of the final score are not"
@@ -124,7 +113,10 @@ def run_training(
             )
             on_event(StatusMessage(text, is_warning=True))
         task = TrainTask(settings, fingerprint, start.path, data, dev, continued)
-        on_event(StatusMessage(f"training on {counted(count, 'caption')}"))
+        text = f"training on {counted(count, 'caption')}"
+        if left_out:
+            text += f"; images left out: {by_reason(left_out)}"
+        on_event(StatusMessage(text))
         _run_steps(task, on_event, should_stop)
         return _write_bundle(task, left_out, on_event, should_stop, started)
 
@@ -155,7 +147,7 @@ def _record(
     """Return a record of everything that determines the trained weights.
 
     The record has the settings by ``group.key``. Digests replace the data and the
-    models that the settings name.
+    bundles that the settings name.
     """
     # The settings of `fitting` are applied to the last checkpoint. Of the group `run`,
     # only the number of workers changes the trained weights.
@@ -168,9 +160,9 @@ def _record(
         if (location := getattr(settings.inputs, name)) is not None:
             built_by = CommittedIndex.open(location).manifest.model
             digests[name] = built_by["fingerprint"]
-    for name in ("language", "init", "teacher"):
+    for name in ("init", "teacher"):
         if (path := getattr(settings.inputs, name)) is not None:
-            digests[name] = _model_digest(path)
+            digests[name] = read_bundle_info(path).fingerprint
     groups["inputs"] |= digests
     return {
         f"{group}.{key}": value
@@ -179,18 +171,8 @@ def _record(
     }
 
 
-def _model_digest(path: Path) -> str:
-    files = [path / name for name in _LANGUAGE_FILES if (path / name).is_file()]
-    if (path / INFO_FILE).exists() or not files:
-        return read_bundle_info(path).fingerprint
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
 def _begin_run(
-    settings: TrainSettings, features: BundleInfo, record: Json
+    settings: TrainSettings, features: BundleInfo, data: TrainingData, record: Json
 ) -> BundleInfo:
     """Write the bundle with the initial weights to the run folder. If the run has begun
     before, compare `record` with the record of the run instead.
@@ -209,6 +191,7 @@ def _begin_run(
             features.path,
             language=inputs.language,
             init=inputs.init,
+            sample=data if settings.alignment.steps else None,
         )
 
         def commit(start: BundleInfo) -> None:
@@ -247,7 +230,7 @@ def _finished_result(settings: TrainSettings, fingerprint: str) -> TrainResult:
             final score.
     """
     out = settings.run.out
-    result = _result_of(out, settings.run.folder)
+    result = _result_of(out)
     expected = (fingerprint, settings.fitting.model_dump())
     if result is None or (result.run, result.fitting) != expected:
         raise UsageError(
@@ -259,22 +242,18 @@ def _finished_result(settings: TrainSettings, fingerprint: str) -> TrainResult:
     return replace(result, already_finished=True)
 
 
-def _result_of(bundle: Path, folder: Path) -> TrainResult | None:
-    """Return the result in the run folder `folder`; None if its run did not make
-    `bundle`.
-    """
-    path = folder / "result.json"
+def _result_of(bundle: Path) -> TrainResult | None:
+    """Return the result of the run that made `bundle`; None if no run made it."""
+    path = bundle / _RESULT
     if not path.exists():
         return None
     try:
-        result = TypeAdapter(TrainResult).validate_json(path.read_bytes(), strict=True)
+        return TypeAdapter(TrainResult).validate_json(path.read_bytes(), strict=True)
     except (OSError, ValidationError) as error:
         raise EdjeError(
-            f"cannot read {path}: {error}; restore the file, or remove it and the"
-            " bundle to write both again from the last checkpoint"
+            f"cannot read {path}: {error}; restore the file, or remove the bundle to"
+            " write it again from the last checkpoint"
         ) from error
-    is_of_bundle = result.fingerprint == read_bundle_info(bundle).fingerprint
-    return result if is_of_bundle else None
 
 
 def _continued_run(settings: TrainSettings) -> tuple[Path, str] | None:
@@ -289,8 +268,8 @@ def _continued_run(settings: TrainSettings) -> tuple[Path, str] | None:
     if bundle is None or not settings.optimizer.continued:
         return None
     folder = bundle.with_name(f"{bundle.name}.run")
-    result = _result_of(bundle, folder)
-    if result is None:
+    result = _result_of(bundle)
+    if result is None or not (folder / CHECKPOINT).exists():
         raise UsageError(
             f"{folder} is not the folder of the run that made {bundle}, so its"
             " optimiser cannot continue; set optimizer.continued to false"
@@ -308,17 +287,15 @@ def _check_teacher(
     if inputs.teacher is None:
         return
     teacher = read_bundle_info(inputs.teacher)
-    if student.canonical_captions != teacher.canonical_captions:
-        raise UsageError(
-            f"architecture.canonical_captions is {student.canonical_captions} for the"
-            f" student, but {teacher.canonical_captions} for the teacher"
-            f" {inputs.teacher}; use the value of the teacher"
-        )
-    if student.files.get(_TOKENIZER) != teacher.files.get(_TOKENIZER):
+    reading = [
+        (bundle.canonical_captions, bundle.files.get(_TOKENIZER))
+        for bundle in (student, teacher)
+    ]
+    if reading[0] != reading[1]:
         raise UsageError(
             f"the teacher {inputs.teacher} has another tokenizer than the student; set"
-            " inputs.language or inputs.init to a model with the tokenizer of the"
-            " teacher"
+            " inputs.language or inputs.init to a model with its tokenizer, and"
+            f" architecture.canonical_captions to {str(reading[1][0]).lower()}"
         )
     if inputs.teacher_features is not None:
         return
@@ -337,8 +314,7 @@ def _run_steps(task: TrainTask, on_event: OnEvent, should_stop: ShouldStop) -> N
     """Train from the last checkpoint to the last step, in this process or on Ray."""
 
     def report(record: Json) -> None:
-        scoring = _scoring_steps(task, record["step"])
-        on_event(StatusMessage(describe_record(record, scoring)))
+        on_event(StatusMessage(describe_record(record)))
 
     try:
         run = task.config.run
@@ -360,7 +336,7 @@ def _write_bundle(
     should_stop: ShouldStop,
     started: float,
 ) -> TrainResult:
-    """Write the bundle of the last checkpoint, and the result to the run folder.
+    """Write the bundle of the last checkpoint, with the result of the run.
 
     Args:
         left_out: number of rows that were not used, by reason.
@@ -373,24 +349,15 @@ def _write_bundle(
     bundle, steps, choices = finish_model(task, progress_callback(report))
     images = task.data.images
     captions = int(task.data.caption_starts[-1])
-    distilled = ""
-    if settings.inputs.teacher is not None:
-        distilled = f", distilled from {settings.inputs.teacher.name}"
-    notes = (
+    bundle.notes = (
         f"trained {steps} steps of {settings.loop.batch_size} pairs on {images} images"
-        f" with {captions} captions of {Path(settings.inputs.index).name}{distilled};"
+        f" with {captions} captions of {Path(settings.inputs.index).name};"
         f" run {task.run}"
     )
     log = read_log(run.folder)
-    # The keys say what is ranked: images in text-to-image search, captions in
-    # image-to-text search.
     dev = {
-        ranked: {
-            **asdict(choices[direction]),
-            "weights": choices[direction].weights.to_json(),
-        }
-        for ranked, direction in (("images", "t2i"), ("captions", "i2t"))
-        if choices
+        direction: {**asdict(choice), "weights": choice.weights.to_json()}
+        for direction, choice in choices.items()
     }
 
     def result(info: BundleInfo) -> TrainResult:
@@ -410,59 +377,18 @@ def _write_bundle(
         )
 
     def record(info: BundleInfo) -> None:
-        # `save` calls this function before the bundle appears at its path, so that no
-        # bundle is ever without a record. Such a bundle would look like the bundle of
-        # another run.
-        write_bytes_atomic(run.folder / "result.json", json_bytes(asdict(result(info))))
+        # The result is part of the bundle, so that both appear at the same time.
+        write_bytes_atomic(info.path / _RESULT, json_bytes(asdict(result(info))))
 
-    return result(replace(bundle, notes=notes).save(run.out, record))
+    return result(bundle.save(run.out, record))
 
 
-def _scoring_steps(task: TrainTask, done: int) -> float:
-    """Return the number of training steps that take about as long as scoring the dev
-    captions, which happens after `done` steps: in evaluations, and at the end.
-
-    A step computes the gradients of its pairs, which takes three times as long as
-    scoring them.
-    """
-    if task.dev is None:
-        return 0.0
-    config = task.config
-    images = task.dev.images
-    captions = int(task.data.caption_starts[-1])
-    limit = config.fitting.dev_captions
-    queries = min(limit, int(task.dev.caption_starts[-1])) + min(limit, images)
-    every = config.run.evaluate_every
-    if every is None:
-        every = captions // config.loop.batch_size
-    steps = total_steps(config.loop, captions)
-    evaluations = steps // every - done // every if every else 0
-    pairs = queries * min(config.fitting.dev_pool, images) * (evaluations + 1)
-    losses = config.objective.mlm_weight, config.objective.recovery_weight
-    per_caption = 1 + 2 * config.negatives.count + sum(map(bool, losses))
-    return pairs / (3 * config.loop.batch_size * per_caption)
-
-
-def describe_record(record: Json, scoring_steps: float) -> str:
-    """Return a record of the training log as one line of text. The remaining time
-    counts `scoring_steps` further steps, see `_scoring_steps`.
-    """
-    parts = [f"{record['phase']} {record['step']:,}/{record['steps']:,}"]
-    recalls = (name for name in ("t2i", "i2t") if name in record)
-    parts += [f"{name} R@1 {100 * record[name]:.1f}" for name in recalls]
-    parts += [f"{name} {record[name]:.3f}" for name in _LOSSES if name in record]
-    # Only a training step has a learning rate. Other records are about an evaluation
-    # or about shards of captions.
-    if "lr" not in record:
-        return ", ".join(parts)
-    parts += [f"lr {record['lr']:.2e}", f"{record['images_per_second']:.1f} images/s"]
-    steps = record["steps"] - record["step"]
-    if record["phase"] == JOINT:
-        steps += scoring_steps
-    parts.append(f"{steps * record['step_seconds'] / 60:.0f} min left")
-    waited = record["data_wait"] / record["seconds"]
-    if waited > 0.1:
-        parts.append(f"waiting for data {waited:.0%} of the time")
-    if record["skipped"]:
-        parts.append(f"skipped {record['skipped']}")
-    return ", ".join(parts)
+def describe_record(record: Json) -> str:
+    """Return a record of the training log as one line of text."""
+    values = [
+        f"{name} {value:.4g}"
+        for name, value in record.items()
+        if name not in ("phase", "step", "steps")
+    ]
+    progress = f"{record['phase']} {record['step']:,}/{record['steps']:,}"
+    return ", ".join([progress, *values])

@@ -28,9 +28,8 @@ class TrainResult:
         score: weights of the final score by direction; see
             `edje_index.scoring.weights.DirectionWeights`.
         fitting: settings with which the weights of the final score were fitted.
-        dev: fitted weights and recalls on the dev captions, by what is ranked: the key
-            "images" is for text-to-image search, "captions" for image-to-text search.
-            See `edje_index.training.fit_weights`. None without dev captions.
+        dev: fitted weights and recalls on the dev captions by direction, "t2i" or
+            "i2t"; see `edje_index.training.fit_weights`. None without dev captions.
         already_finished: True if an earlier call had finished the training run. This
             call then did nothing.
 

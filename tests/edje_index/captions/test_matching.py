@@ -20,7 +20,6 @@ from storage_formats.format.file_check import FileEntry
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex, Manifest, RowsFile
 from storage_formats.format.places import Directory
-from storage_formats.format.rows import write_rows
 from tests.conftest import rows_path, write_arrays, write_random_index
 
 SPEC = IndexSpec(11, 4, (2, 8), 4)
@@ -50,7 +49,7 @@ def set_values(index, row, **changes):
     table = pq.read_table(path)
     rows = table.to_pylist()
     rows[row] |= changes
-    write_rows(path, pa.Table.from_pylist(rows, table.schema))
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
     files = (RowsFile(0, FileEntry.of(layout, path)),)
     replace(Manifest.load(index), rows_files=files).write(layout)
 

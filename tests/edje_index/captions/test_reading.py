@@ -128,7 +128,7 @@ def test_blank_captions_are_left_out_and_counted(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", r"cannot read the list .*c\.json: Expecting"),
+        ("{", r"cannot read .*c\.json: Expecting"),
         ("{}", "is in no known format"),
         ('{"images": [{"filename": "a", "sentences": [{}]}]}', "in no known format"),
         (

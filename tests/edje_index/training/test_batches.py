@@ -10,7 +10,6 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.training.batches import (
     hard_negatives,
     mask_captions,
-    masked_targets,
 )
 from storage_formats.errors import UsageError
 from storage_formats.reading.embeddings import read_embeddings
@@ -29,44 +28,37 @@ def test_masks_leave_special_tokens_out(tokenizer):
     for text in texts[:100]:
         text[0] = unknown
     masked = mask_captions(texts, 0.5, tokenizer, rng)
-    rows, plain = (
-        tokenizer.inputs_of_ids(ids, None).input_ids for ids in (masked, texts)
-    )
-    starts = np.arange(len(texts)) * rows.shape[1]
-    positions, targets = masked_targets(texts, masked, starts)
-    assert (rows.flatten()[positions] == tokenizer.special_id("mask_token")).all()
-    assert torch.equal(plain.flatten()[positions], targets)
-    assert torch.equal((rows != plain).flatten().nonzero()[:, 0], positions)
-    assert unknown not in targets.tolist()
-    assert len(positions) / (sum(map(len, texts)) - 100) == pytest.approx(0.5, abs=0.02)
+    assert [*map(len, masked)] == [*map(len, texts)]
+    before = np.concatenate(texts)
+    after = np.concatenate(masked)
+    changed = before != after
+    assert (after[changed] == tokenizer.special_id("mask_token")).all()
+    assert unknown not in before[changed]
+    assert changed.sum() / (len(before) - 100) == pytest.approx(0.5, abs=0.02)
 
 
 def rows_of(batch, source, patches, *, teacher=False):
     """(row in the index, caption tokens) of every row of every chunk of a batch, told
-    by its tensors alone. A row without image tokens has the row -1.
+    by its tensors alone.
 
     `patches` are those of the images of all workers.
     """
     store = TokenStore.open(source.data.index.root)
     blocks = {store.fetch([row]).tobytes(): row for row in range(len(store))}
     patches = patches.view(torch.int16).numpy()
-    sep = source.tokenizer.special_id("sep_token")
     for chunk in batch.chunks:
-        rows = chunk.teacher if teacher else chunk.rows
-        images = []
-        texts = []
-        for bucket, shown in rows.buckets:
-            used = bucket.attention_mask.sum(dim=1)
-            assert used.max() == bucket.input_ids.shape[1], "it is padded for nothing"
-            images += [blocks[patches[at].tobytes()] for at in shown] or [-1] * len(
-                bucket.input_ids
-            )
-            for ids in bucket.input_ids.tolist():
-                texts.append(tuple(ids[1 : ids.index(sep)]))
-        flat = torch.cat([bucket.input_ids.flatten() for bucket, _ in rows.buckets])
-        assert (flat[rows.starts] == source.tokenizer.special_id("cls_token")).all()
-        order = rows.starts.argsort().argsort()
-        yield chunk, [images[at] for at in order], [texts[at] for at in order]
+        inputs = chunk.teacher if teacher else chunk.rows
+        images = [blocks[patches[at].tobytes()] for at in chunk.images]
+        texts = texts_of(inputs, source.tokenizer)
+        yield chunk, images[: len(texts)], texts
+
+
+def texts_of(inputs, tokenizer):
+    used = inputs.attention_mask.sum(dim=1)
+    assert used.max() == inputs.input_ids.shape[1], "it is padded for nothing"
+    assert (inputs.input_ids[:, 0] == tokenizer.special_id("cls_token")).all()
+    sep = tokenizer.special_id("sep_token")
+    return [tuple(ids[1 : ids.index(sep)]) for ids in inputs.input_ids.tolist()]
 
 
 @pytest.mark.parametrize("chunk_pairs", [64, 3])
@@ -85,7 +77,7 @@ def test_a_batch_holds_positives_negatives_and_masked_rows_in_their_order(
     for chunk, images, texts in rows_of(batch, source, batch.patches):
         b = chunk.pairs
         scored = b * (1 + 2 * k)
-        assert len(images) == len(texts) == scored + 2 * b
+        assert len(images) == len(texts) == scored + b
         anchors += zip(images[:b], texts[:b], strict=True)
         lengths += map(len, texts[:b])
         assert (chunk, images[:scored], texts[:scored]) == next(taught)
@@ -100,19 +92,15 @@ def test_a_batch_holds_positives_negatives_and_masked_rows_in_their_order(
                 assert images[negative] == images[anchor]
                 assert texts[negative] != texts[anchor]
                 assert texts[negative] in own_texts
-        assert images[scored:] == [*images[:b], *[-1] * b]
-        assert texts[-b:] == texts[:b]
-        flat = torch.cat(
-            [bucket.input_ids.flatten() for bucket, _ in chunk.rows.buckets]
-        )
-        positions, targets = chunk.masked
-        assert (flat[positions] == source.tokenizer.special_id("mask_token")).all()
-        flat[positions] = targets
-        for start, text in zip(
-            chunk.rows.starts[scored : scored + b].tolist(), texts[:b], strict=True
-        ):
-            assert tuple(flat[start + 1 : start + 1 + len(text)].tolist()) == text
-        for embedding, text in zip(chunk.embeddings, texts, strict=False):
+        assert images[scored:] == images[:b]
+        mask = source.tokenizer.special_id("mask_token")
+        ids = chunk.rows.input_ids.clone()
+        assert (ids[scored:][chunk.masked] == mask).all()
+        ids[scored:][chunk.masked] = ids[:b][chunk.masked]
+        assert torch.equal(ids[scored:], ids[:b])
+        inputs, shown = chunk.recovery
+        assert texts_of(inputs, source.tokenizer) == texts[:b]
+        for embedding, text in zip(shown, texts, strict=False):
             assert any(
                 np.array_equal(embedding, data.records["embedding"][caption])
                 for caption in own_captions

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from edje_index.models.devices import to_bf16_array
-from edje_index.training.checkpoints import DEV, last_checkpoint, read_log
+from edje_index.training.checkpoints import last_checkpoint, read_log
 from edje_index.training.config import FittingConfig
 from edje_index.training.fit_weights import choose_weights, dev_pools
 from edje_index.training.loop import finish_model, run_worker
@@ -35,7 +35,7 @@ def task(case, run_dir, evaluate_every):
 
 def evaluations(run_dir):
     return {
-        record["step"]: record for record in read_log(run_dir) if record["phase"] == DEV
+        record["step"]: record for record in read_log(run_dir) if "dev_t2i_r1" in record
     }
 
 
@@ -53,11 +53,11 @@ def test_recalls_are_those_of_the_checkpoint(case, everything):
     _, steps, choices = finish_model(everything, lambda *report: None)
     assert steps == 6
     for direction, choice in choices.items():
-        assert records[6][direction] == choice.logit_recall
+        assert records[6][f"dev_{direction}_r1"] == choice.logit_recall
 
 
 def test_evaluations_do_not_change_what_is_trained(case, everything, tmp_path):
-    never = task(case, tmp_path, 0)
+    never = task(case, tmp_path, 100)
     run_worker(never, WorkerGroup(), lambda: False)
     assert not evaluations(tmp_path)
     states = [

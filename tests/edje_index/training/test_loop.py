@@ -1,4 +1,4 @@
-"""The loop: resuming, stopping, checkpoints, the guard against gradients that are
+"""The loop: resuming, stopping, the checkpoint, the guard against gradients that are
 no numbers, the log.
 """
 
@@ -12,7 +12,7 @@ from edje_index.errors import ModelError
 from edje_index.models.weights import read_checkpoint
 from edje_index.training import loop
 from edje_index.training.batches import BatchSource
-from edje_index.training.checkpoints import last_checkpoint, read_log
+from edje_index.training.checkpoints import CHECKPOINT, last_checkpoint, read_log
 from edje_index.training.config import PRESETS, OptimizerConfig
 from edje_index.training.loop import (
     finish_model,
@@ -73,16 +73,23 @@ def test_a_stopped_training_goes_on_to_the_same_bits(case, tmp_path):
         with pytest.raises(TaskInterrupted, match="stopped after step"):
             run_worker(task, WorkerGroup(), StopAfter(calls))
     run_worker(task, WorkerGroup(), never)
-    newest = sorted((run_dir / "checkpoints").iterdir())[-1]
-    newest.write_bytes(newest.read_bytes()[:1000])
-    with pytest.raises(ModelError, match="remove this file to continue from the"):
-        run_worker(task, WorkerGroup(), never)
-    newest.unlink()
-    run_worker(task, WorkerGroup(), never)
-    assert len([*(run_dir / "checkpoints").iterdir()]) == 2
     assert same(weights(run_dir), weights(tmp_path / "calm"))
-    positions = [(record["stage"], record["step"]) for record in read_log(run_dir)]
-    assert positions == [(0, 1), (0, 2), *((1, step) for step in range(1, 7))]
+    positions = [(record["phase"], record["step"]) for record in read_log(run_dir)]
+    steps = [("joint", step) for step in range(1, 7)]
+    assert positions == [("alignment", 1), ("alignment", 2), *steps]
+    assert not [*run_dir.glob(".checkpoint*")]
+    path = run_dir / CHECKPOINT
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="remove this file to start again from step 0"):
+        run_worker(task, WorkerGroup(), never)
+
+
+def test_a_killed_training_leaves_no_unfinished_checkpoint(case, tmp_path):
+    task = case.task(tmp_path, loop__steps=1)
+    unfinished = tmp_path / f".{CHECKPOINT}.0"
+    unfinished.write_bytes(b"half of it")
+    run_worker(task, WorkerGroup(), never)
+    assert not unfinished.exists()
 
 
 def test_it_learns_and_leaves_the_tower(case, tmp_path):
@@ -116,9 +123,9 @@ def test_gradients_that_are_no_numbers_are_skipped_and_then_end_it(
         match=r"3 steps in a row had no finite gradient, up to step 3 .*optimizer.lr",
     ):
         run_worker(task, WorkerGroup(), never)
-    newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
+    saved = read_checkpoint(tmp_path / CHECKPOINT)["weights"]
     start = ModelBundle.load(task.start).adapter.state_dict()
-    assert same(adapter_of(read_checkpoint(newest)["weights"]), start)
+    assert same(adapter_of(saved), start)
 
 
 def test_a_run_that_is_out_of_memory_goes_on_with_smaller_chunks(
@@ -148,15 +155,33 @@ def test_a_run_that_is_out_of_memory_goes_on_with_smaller_chunks(
 
 
 def test_all_parameters_have_weight_decay(case):
-    config = case.config(optimizer__adapter_lr_factor=3.0)
+    config = case.config()
     start = ModelBundle.load(case.bundle)
     start.adapter.requires_grad_(True)
     module = JointObjective(start.adapter, start.joint, config.objective)
     groups = make_optimizer(module, config.optimizer).param_groups
-    trained = sum(parameter.requires_grad for parameter in module.parameters())
-    assert sum(len(group["params"]) for group in groups) == trained
-    assert {group["factor"] for group in groups} == {1.0, 3.0}
+    adapter, others = (group["params"] for group in groups)
+    assert {*map(id, adapter)} == {*map(id, start.adapter.parameters())}
+    assert len(adapter) + len(others) == len([*module.parameters()])
     assert {group["weight_decay"] for group in groups} == {0.05}
+
+
+def test_the_adapter_has_a_learning_rate_of_its_own(case, tmp_path):
+    settings = {"optimizer__warmup_steps": 0, "loop__steps": 1}
+    moved = []
+    for factor in (1.0, 3.0):
+        run_dir = tmp_path / str(factor)
+        task = case.task(run_dir, **settings, optimizer__adapter_lr_factor=factor)
+        run_worker(task, WorkerGroup(), never)
+        before = ModelBundle.load(task.start)
+        after = weights(run_dir)
+        query = after["adapter.query"] - before.adapter.query
+        projection = after["joint.text_projection.weight"]
+        projection = projection - before.joint.text_projection.weight
+        moved.append((query.abs().max(), projection.abs().max()))
+    (query, projection), (faster_query, same_projection) = moved
+    assert float(faster_query / query) == pytest.approx(3, rel=0.05)
+    assert same_projection == projection
 
 
 def test_a_step_is_that_of_stock_adamw(case, tmp_path):
@@ -266,15 +291,15 @@ def test_fine_tuning_goes_on_with_adam_and_the_epochs_as_published(case, tmp_pat
     module, source = objective_of(case, task)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.0, weight_decay=0.05)
     saved = last_checkpoint(tmp_path / "first", "run")
-    assert saved.epochs == 1.5
-    groups = [{**group, "lr": 9e-4} for group in saved.optimizer["param_groups"]]
+    assert saved.epochs == 1
+    groups = [{**optimizer.state_dict()["param_groups"][0], "lr": 9e-4}]
     optimizer.load_state_dict(
         {"state": saved.optimizer["state"], "param_groups": groups}
     )
     module.backward(source.joint(0))
     optimizer.step()
     state = last_checkpoint(tmp_path / "second", "run")
-    assert state.epochs == pytest.approx(1 + 1 / 6, abs=1e-5)
+    assert state.epochs == 1
     for name, parameter in module.state_dict().items():
         torch.testing.assert_close(
             state.weights[name], parameter, atol=1e-6, rtol=1e-5, msg=name
@@ -286,3 +311,15 @@ def test_steps_follow_from_epochs(case):
     assert total_steps(case.config(loop__steps=None, loop__epochs=2.5).loop, 100) == 30
     with pytest.raises(UsageError, match="do not fill a batch"):
         total_steps(case.config().loop, 7)
+
+
+def test_an_optimiser_of_another_architecture_is_refused(case, tmp_path):
+    first = case.task(tmp_path / "first", loop__steps=1)
+    run_worker(first, WorkerGroup(), never)
+    for number, architecture in enumerate(
+        ({"architecture__tokens": 3}, {"architecture__adapter": "local"})
+    ):
+        task = case.task(tmp_path / str(number), loop__steps=1, **architecture)
+        task = replace(task, continued=(tmp_path / "first", "run"))
+        with pytest.raises(ModelError, match=r"does not fit .* optimizer\.continued"):
+            run_worker(task, WorkerGroup(), never)

@@ -73,7 +73,7 @@ def check_equal(one, other):
 @pytest.fixture
 def small_shards(monkeypatch):
     """Five shards of the 48 captions."""
-    monkeypatch.setattr(dataset, "SHARD_CAPTIONS", (10, 10))
+    monkeypatch.setattr(dataset, "SHARD_IMAGES", 5)
 
 
 def test_the_data_are_those_of_the_models(case):
@@ -184,7 +184,7 @@ def test_a_stopped_preparation_resumes_after_its_finished_shards(
     with pytest.raises(CorruptIndexError, match=r"0005.npy was damaged; train again"):
         prepare(data, case)
     assert prepare(data, case, **options)
-    assert finished == [(number, 5) for number in range(1, 5)]
+    assert finished == [(number, 5) for number in range(1, 6)]
     check_equal(case.data, replace(case.data, path=data))
     assert prepare(data, case, should_stop=lambda: True), (
         "finished data need no preparation"

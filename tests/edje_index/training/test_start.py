@@ -80,6 +80,18 @@ def test_a_language_model_keeps_all_that_it_has(language):
     assert decoder.data_ptr() == joint.text_embeddings.weight.data_ptr()
 
 
+def test_a_language_model_without_a_weight_is_refused(language):
+    path = language / "model.safetensors"
+    state = load_file(path)
+    del state["encoder.layer.1.output.dense.weight"]
+    save_file(state, path)
+    with pytest.raises(ModelError, match=r"layer\.1\.output\.dense\.weight is missing"):
+        load_language_model(language, embed_dim=24)
+    path.unlink()
+    with pytest.raises(ModelError, match="give the directory of a BERT model"):
+        load_language_model(language, embed_dim=24)
+
+
 def test_a_start_has_the_towers_of_one_and_the_words_of_the_other(
     tiny_bundle, language, tmp_path
 ):

@@ -13,7 +13,6 @@ from edje_index.models.adapter import AdapterConfig, build_adapter
 from edje_index.models.joint_inputs import JointInputs
 from edje_index.training.step import (
     JointObjective,
-    Teacher,
     alignment_loss,
     alignment_scores,
     distillation_loss,
@@ -107,34 +106,12 @@ def bundle(tiny_bundle):
     return loaded
 
 
-def hidden_rows(joint, rows, tokens):
+def hidden_rows(joint, inputs, tokens):
     """The last hidden states of each row, from a pass without padding for every row."""
-    starts = np.cumsum([0, *(bucket.input_ids.numel() for bucket, _ in rows.buckets)])
-    for start in rows.starts.tolist():
-        number = int(np.searchsorted(starts, start, side="right")) - 1
-        bucket, images = rows.buckets[number]
-        row = (start - starts[number]) // bucket.input_ids.shape[1]
-        length = int(bucket.attention_mask[row].sum())
-        inputs = JointInputs(
-            *(
-                field[row : row + 1, :length]
-                for field in (
-                    bucket.input_ids,
-                    bucket.token_type_ids,
-                    bucket.attention_mask,
-                )
-            )
-        )
-        yield start, joint.hidden_states(inputs, tokens[images[row : row + 1]])[0]
-
-
-def test_a_gpu_gets_few_large_passes(case):
-    source = case.source()
-    (few,) = replace(source, on_gpu=True).joint(0).chunks
-    (many,) = source.joint(0).chunks
-    # one bucket with images, and one of captions alone
-    assert len(few.rows.buckets) == 2 < len(many.rows.buckets)
-    assert len(few.rows.starts) == len(many.rows.starts)
+    for row, mask in enumerate(inputs.attention_mask):
+        fields = (inputs.input_ids, inputs.token_type_ids, inputs.attention_mask)
+        one = JointInputs(*(field[row : row + 1, : mask.sum()] for field in fields))
+        yield joint.hidden_states(one, tokens[row : row + 1])[0]
 
 
 @pytest.mark.parametrize(("chunk_pairs", "has_tokens"), [(64, False), (3, True)])
@@ -151,24 +128,16 @@ def test_losses_and_gradients_are_those_of_the_pairs_scored_one_by_one(
     pairs = [chunk.pairs for chunk in batch.chunks]
     assert pairs == ([3, 3, 2] if chunk_pairs == 3 else [8])
     patches = batch.patches.double()
-    teacher_joint = ModelBundle.load(tiny_bundle).joint
+    teacher_joint = ModelBundle.load(tiny_bundle).joint.requires_grad_(False)
     local = build_adapter(AdapterConfig("local", 16, 32, 16, 24))
     teacher_tokens = local(batch.patches.float()).detach()
     batch = replace(batch, patches=patches)
     if has_tokens:
         batch = replace(batch, teacher_tokens=teacher_tokens)
-    teacher = Teacher(teacher_joint, local, torch.device("cpu"))
+    teacher = replace(ModelBundle.load(tiny_bundle), joint=teacher_joint, adapter=local)
     config = case.config(objective__mlm_weight=0.5).objective
     objective = JointObjective(bundle.adapter, joint, config, None, teacher).eval()
     tokens = adapter(patches)
-
-    def logits_of(joint, rows, tokens, sizes):
-        """The logits of the pairs of a chunk, in the groups of the loss."""
-        logits = [
-            joint.classification_head(states[None])[0, 0]
-            for _, states in hidden_rows(joint, rows, tokens)
-        ]
-        return torch.stack(logits[: sum(sizes)]).split(sizes)
 
     itm = []
     distilled = [[], [], []]
@@ -177,20 +146,29 @@ def test_losses_and_gradients_are_those_of_the_pairs_scored_one_by_one(
     for chunk in batch.chunks:
         b = chunk.pairs
         k = chunk.negative_images.shape[1]
-        rows = list(hidden_rows(joint, chunk.rows, tokens))
-        assert len(rows) == b * (1 + 2 * k) + 2 * b
-        sizes = [b, b * k, b * k]
-        logits = logits_of(joint, chunk.rows, tokens, sizes)
+        rows = list(hidden_rows(joint, chunk.rows, tokens[chunk.images]))
+        scored = b * (1 + 2 * k)
+        assert len(rows) == scored + b
+        shown = teacher_tokens[chunk.images[:scored]]
+        logits, taught = (
+            torch.stack(
+                [encoder.classification_head(states[None])[0, 0] for states in of_rows]
+            ).split([b, b * k, b * k])
+            for encoder, of_rows in (
+                (joint, rows[:scored]),
+                (teacher_joint, hidden_rows(teacher_joint, chunk.teacher, shown)),
+            )
+        )
         itm.append((logits[0], logits[1].view(b, k), logits[2].view(b, k)))
-        taught = logits_of(teacher_joint, chunk.teacher, teacher_tokens, sizes)
         for group, ours, theirs in zip(distilled, logits, taught, strict=True):
             group.append((ours, theirs.double()))
-        for position, target in zip(*chunk.masked, strict=True):
-            start, states = max(
-                (row for row in rows if row[0] <= position), key=lambda row: row[0]
-            )
-            mlm.append((states[position - start], target))
-        for (_, states), embedding in zip(rows[-b:], chunk.embeddings, strict=True):
+        for pair, position in zip(*chunk.masked, strict=True):
+            target = chunk.rows.input_ids[pair, position]
+            mlm.append((rows[scored + pair][position], target))
+        inputs, embeddings = chunk.recovery
+        for states, embedding in zip(
+            hidden_rows(joint, inputs, tokens[:0]), embeddings, strict=True
+        ):
             recovered.append((joint.text_projection(states[0]), embedding))
     expected = {
         "itm": itm_loss(*(torch.cat(part) for part in zip(*itm, strict=True))),
@@ -223,8 +201,7 @@ def test_losses_and_gradients_are_those_of_the_pairs_scored_one_by_one(
         torch.testing.assert_close(
             parameter.grad, gradients[name], atol=1e-6, rtol=0, msg=name
         )
-    for parameter in (*local.parameters(), *teacher_joint.parameters()):
-        assert parameter.grad is None
+    assert all(parameter.grad is None for parameter in local.parameters())
     assert not any("teacher" in name for name in gradients)
 
 
@@ -243,8 +220,8 @@ def test_losses_of_weight_zero_leave_their_heads_alone(case, bundle):
 
 def test_a_step_sees_as_much_of_an_image_as_is_asked_for(case, bundle):
     batch = replace(case.source(), image_tokens=3).joint(0)
-    bucket, _ = batch.chunks[0].rows.buckets[0]
-    assert (bucket.input_ids[0] == bundle.joint.tokenizer.image_token_id).sum() == 3
+    rows = batch.chunks[0].rows
+    assert (rows.input_ids[0] == bundle.joint.tokenizer.image_token_id).sum() == 3
     objective = JointObjective(
         bundle.adapter, bundle.joint, case.config().objective, 3
     ).eval()

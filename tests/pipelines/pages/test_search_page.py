@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edje_index.inputs.containers import ARCHIVE_SUFFIXES, PARQUET_SUFFIX
+from edje_index.inputs.containers import ARCHIVE_SUFFIXES
 from pipelines import build_index
 from pipelines.pages import _environment
 from pipelines.progress.wording import printable
@@ -100,7 +100,7 @@ def test_the_answer_comes_first_and_both_orders_show_every_photo(index, run, tmp
 
 def test_only_the_name_of_an_archive_is_left_out():
     short_name = _environment().get_template("hits.html").module.short_name
-    for suffix in (*ARCHIVE_SUFFIXES, PARQUET_SUFFIX):
+    for suffix in (*ARCHIVE_SUFFIXES, ".parquet"):
         assert short_name(f"/x/a{suffix}!b/wow!.jpg").strip() == "wow!.jpg"
     assert short_name("/x/wow!.jpg").strip() == "wow!.jpg"
 

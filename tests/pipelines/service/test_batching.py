@@ -24,11 +24,11 @@ class Model:
         self.begun = threading.Event()
         self.may_run = threading.Event()
         self.may_run.set()
-        self.batcher = Batcher(Limits(**limits), Metrics())
+        self.batcher = Batcher(Limits(**limits), Metrics(), 1)
 
-    async def of(self, number: int, kind: str | None = "a", cost: int = 1) -> int:
+    async def of(self, number: int, kind: str | None = "a", pairs: int = 1) -> int:
         result, timing = await self.batcher.submit(
-            number, self._run, cost=cost, kind=kind
+            number, self._run, pairs=pairs, kind=kind
         )
         assert timing.waited >= 0
         assert timing.batch in map(len, self.batches)
@@ -130,7 +130,7 @@ def test_what_cannot_meet_its_deadline_is_refused_at_once():
         waiting = asyncio.create_task(model.of(2))
         await asyncio.sleep(0)
         with pytest.raises(HTTPException, match="would take about 20 s") as caught:
-            await model.of(9, cost=98)
+            await model.of(9, pairs=98)
         assert caught.value.status_code == 429
         model.may_run.set()
         assert await asyncio.gather(first, waiting) == [2, 4]

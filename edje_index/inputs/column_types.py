@@ -1,5 +1,5 @@
-"""The kinds of Arrow columns that are read from sources and caption files: texts, bytes
-and numbers.
+"""The kinds of Arrow columns that are read from sources and caption files: texts and
+bytes.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ import pyarrow as pa
 
 TEXT = "text"
 BYTES = "bytes"
-NUMBER = "number"
 
 
 def column_kind(arrow_type: pa.DataType) -> str | None:
-    """Return the kind of the values that an Arrow type stores: `TEXT`, `BYTES` or
-    `NUMBER`. Return None for any other type, for example a list.
+    """Return the kind of the values that an Arrow type stores: `TEXT` or `BYTES`.
+    Return None for any other type, for example a list or a number.
 
     Arrow has several types for the same kind of value: plain, large, view, fixed size,
     dictionary-encoded, run-end-encoded, and extension types. All of them are accepted.
@@ -31,7 +30,6 @@ def column_kind(arrow_type: pa.DataType) -> str | None:
             types.is_binary_view,
             types.is_fixed_size_binary,
         ),
-        NUMBER: (types.is_integer, types.is_floating, types.is_decimal),
     }
     for kind, tests in kinds.items():
         if any(test(arrow_type) for test in tests):
