@@ -1,16 +1,11 @@
 """Reading of caption files in tests."""
 
-from __future__ import annotations
-
 import warnings
-from pathlib import Path
 
-from edje_index.captions.reading import CaptionedImage, read_captions
+from edje_index.captions.reading import read_captions
 
 
-def read_counted(
-    path: Path, split: str | None = None
-) -> tuple[list[CaptionedImage], int]:
+def read_counted(path, split=None):
     """Return the captioned images, and the number of captions that a warning says are
     left out.
     """

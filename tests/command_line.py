@@ -2,14 +2,11 @@
 has all libraries loaded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +15,12 @@ from pipelines.cli import main
 from tests.conftest import environment
 
 
-def command(*arguments: str | Path) -> list[str]:
+def command(*arguments):
     """The command line of `edje-index ARGUMENTS`."""
     return [sys.executable, "-m", "pipelines.cli", *map(str, arguments)]
 
 
-def run_process(*arguments: str | Path, expect: int = 0) -> dict[str, Any]:
+def run_process(*arguments, expect=0):
     """Run `edje-index ARGUMENTS --json` in a new process and return its object;
     fails on another exit code.
     """
@@ -43,7 +40,7 @@ def run_process(*arguments: str | Path, expect: int = 0) -> dict[str, Any]:
     return value
 
 
-def run_here(*arguments: str | Path, expect: int = 0) -> dict[str, Any]:
+def run_here(*arguments, expect=0):
     """`run_process` without the new process: faster, and torch keeps its number of
     threads.
     """

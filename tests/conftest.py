@@ -1,7 +1,5 @@
 """Fixtures that the tests of several packages share."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import gc
@@ -11,7 +9,6 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import ml_dtypes
@@ -21,17 +18,14 @@ from hypothesis import HealthCheck, settings
 
 from storage_formats import IndexWriter
 from storage_formats.change import remove_build, write_array_shapes
-from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex, Manifest, created_by
 from storage_formats.format.places import Directory
-from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import (
     DUPLICATE,
     RowEntry,
     iter_row_groups,
     rows_table,
 )
-from storage_formats.format.source_columns import SourceColumn
 from storage_formats.remote import objects
 from storage_formats.upgrade import upgrade_index
 from storage_formats.verify import verify_index
@@ -69,7 +63,7 @@ SHARE_SERVERS = (
 )
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+def pytest_xdist_auto_num_workers(config):
     """Processes that share the default suite. They are more than the CPUs, because many
     tests wait for other processes.
 
@@ -84,7 +78,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min((os.cpu_count() or 1) + 1, MOST_WORKERS)
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Keep temporary files of the default suite in memory, because most tests flush
     many small files.
     """
@@ -95,20 +89,20 @@ def pytest_configure(config: pytest.Config) -> None:
         tempfile.tempdir = None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Begin with the tests that share a server, so that one worker runs them: a worker
     that has nothing left takes the last tests of another.
     """
     items.sort(key=lambda item: not item.nodeid.startswith(SHARE_SERVERS))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Let the collector never visit what was imported: about a million objects."""
     gc.freeze()
     gc.enable()
 
 
-def random_blocks(rng: np.random.Generator, count: int, spec: IndexSpec) -> np.ndarray:
+def random_blocks(rng, count, spec):
     """Finite bfloat16 blocks [count, m, d]."""
     return rng.standard_normal((count, *spec.block_shape), dtype=np.float32).astype(
         ml_dtypes.bfloat16
@@ -116,11 +110,11 @@ def random_blocks(rng: np.random.Generator, count: int, spec: IndexSpec) -> np.n
 
 
 def finish_index(
-    root: Path,
-    spec: IndexSpec,
-    receipts: list[ShardReceipt],
-    columns: tuple[SourceColumn, ...] = (),
-) -> None:
+    root,
+    spec,
+    receipts,
+    columns=(),
+):
     """Commit an index whose shards are written."""
     origin = {
         "model": {"fingerprint": "f" * 64},
@@ -143,14 +137,14 @@ def finish_index(
 
 
 def write_random_index(
-    root: Path,
-    spec: IndexSpec,
+    root,
+    spec,
     *,
-    failed: frozenset[int] = frozenset(),
-    duplicates: frozenset[int] = frozenset(),
-    zeros: frozenset[int] = frozenset(),
-    seed: int = 7,
-) -> np.ndarray:
+    failed=frozenset(),
+    duplicates=frozenset(),
+    zeros=frozenset(),
+    seed=7,
+):
     """A finished index of random blocks; returns what it should hold, bfloat16
     [rows, m, d], NaN at holes.
     """
@@ -194,7 +188,7 @@ def write_arrays(root, blocks, embeddings, rows=None, **options):
         writer.append(blocks, embeddings, rows)
 
 
-def write_files(folder: Path, files: Mapping[str, object]) -> None:
+def write_files(folder, files):
     """Write text files in `folder`, by relative path."""
     for name, content in files.items():
         path = folder / name
@@ -202,18 +196,18 @@ def write_files(folder: Path, files: Mapping[str, object]) -> None:
         path.write_text(f"{content}\n")
 
 
-def environment() -> dict[str, str]:
+def environment():
     """This process's environment, with the source tree importable from any folder."""
     return {**os.environ, "PYTHONPATH": str(REPO)}
 
 
-def all_files(root: Path) -> dict[Path, bytes]:
+def all_files(root):
     """The content of all files, by relative path."""
     files = (path for path in root.rglob("*") if path.is_file())
     return {path.relative_to(root): path.read_bytes() for path in files}
 
 
-def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
+def same_bits(left, right):
     """Whether two bfloat16 arrays hold the same bits, NaN included."""
     return left.shape == right.shape and bool(
         (left.view(np.uint16) == right.view(np.uint16)).all()
@@ -340,7 +334,7 @@ def proxy(server, monkeypatch):
 
 
 @functools.cache
-def golden_index() -> Path:
+def golden_index():
     """Return the path of an upgraded copy of the index of release 0.1."""
     folder = Path(tempfile.mkdtemp(prefix="edje-golden-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -350,7 +344,7 @@ def golden_index() -> Path:
     return root
 
 
-def rows_path(root: Path, row_id: int = 0) -> Path:
+def rows_path(root, row_id=0):
     """Return the path of the rows file with a row."""
     manifest = Manifest.load(root)
     shard = row_id // manifest.spec.shard_size
@@ -358,12 +352,12 @@ def rows_path(root: Path, row_id: int = 0) -> Path:
     return root / files[-1].path
 
 
-def ann_path(root: Path) -> Path:
+def ann_path(root):
     """Return the path of the first FAISS file."""
     return root / Manifest.load(root).ann_files[0].path
 
 
-def problems_and_counts(root: Path) -> list[object]:
+def problems_and_counts(root):
     """Return the problems of an index, and the names of the source columns with another
     number of values than `index.json` lists.
     """

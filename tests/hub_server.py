@@ -2,19 +2,15 @@
 uploads and downloads.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from tests.web_server import Response, web_server
+from tests.web_server import web_server
 
 TOKEN = "secret"
 _PLACE = re.compile(
@@ -50,13 +46,11 @@ class Hub:
     sizes: dict[str, int] = field(default_factory=dict)
     redirects: dict[str, str] = field(default_factory=dict)
 
-    def add(self, name: str, files: dict[str, bytes]) -> None:
+    def add(self, name, files):
         self.repositories[name] = files
         self.commits[name] = 0
 
-    def answer(
-        self, method: str, path: str, headers: dict[str, str], body: bytes
-    ) -> Response:
+    def answer(self, method, path, headers, body):
         path = unquote(urlsplit(path).path)
         if status := next(
             (
@@ -170,7 +164,7 @@ class Hub:
         )
         return 302, {"X-Repo-Commit": sha, "Location": location, **links}, b""
 
-    def commit(self, name: str, sha: str, lines: list[dict[str, Any]]) -> Response:
+    def commit(self, name, sha, lines):
         files = dict(self.repositories[name])
         for line in lines[1:]:
             value = line["value"]
@@ -185,11 +179,11 @@ class Hub:
         return _json({"commitUrl": f"{self.url}/{name}/commit/{sha}", "commitOid": sha})
 
 
-def _mode(data: bytes) -> str:
+def _mode(data):
     return "lfs" if b"\0" in data else "regular"
 
 
-def _entry(name: str, data: bytes) -> dict[str, Any]:
+def _entry(name, data):
     lfs = {
         "lfs": {
             "oid": hashlib.sha256(data).hexdigest(),
@@ -208,16 +202,16 @@ def _entry(name: str, data: bytes) -> dict[str, Any]:
     }
 
 
-def _git_id(data: bytes) -> str:
+def _git_id(data):
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
-def _json(value: Any, status: int = 200) -> Response:
+def _json(value, status=200):
     return status, {}, json.dumps(value).encode()
 
 
 @contextlib.contextmanager
-def hub_server() -> Iterator[Hub]:
+def hub_server():
     with web_server() as server:
         hub = Hub(server.url)
         server.service = hub.answer

@@ -2,8 +2,6 @@
 injects faults in front of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import http.client
@@ -14,12 +12,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from tests.web_server import Handler, serving
 
@@ -52,7 +47,7 @@ _PORTS = (
 
 
 @contextlib.contextmanager
-def s3_server() -> Iterator[str]:
+def s3_server():
     """Start SeaweedFS on free ports of this machine. Yield the URL of its S3 server."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "identities.json")
@@ -87,7 +82,7 @@ def s3_server() -> Iterator[str]:
             process.wait()
 
 
-def _free_ports(count: int) -> list[int]:
+def _free_ports(count):
     with contextlib.ExitStack() as opened:
         sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -95,7 +90,7 @@ def _free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+def _wait_for(port, process):
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
         with (
@@ -107,7 +102,7 @@ def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
     raise RuntimeError("the S3 server has not started")
 
 
-def use_endpoint(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+def use_endpoint(monkeypatch, endpoint):
     """Let `s3://` URLs lead to `endpoint`."""
     values = {"AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "us-east-1"}
     for name, value in {
@@ -133,28 +128,28 @@ class FaultyProxy:
     url: str = ""
     late: list[Callable[[], object]] = field(default_factory=list)
 
-    def do_late_requests(self) -> None:
+    def do_late_requests(self):
         while self.late:
             self.late.pop()()
 
-    def count(self, method: str, part: str) -> int:
+    def count(self, method, part):
         """Number of requests so far with this method, whose path contains `part`."""
         return sum(each[0] == method and part in each[1] for each in self.requests)
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[FaultyProxy]:
+    def running(self):
         with serving(_handler(self)) as self.url:
             yield self
 
 
-def every(count: int, fault: str, part: str = "") -> Callable[[str, str], Fault]:
+def every(count, fault, part=""):
     """Return a function that disturbs every `count`-th request whose path contains
     `part`.
     """
     numbers = iter(range(1, 1 << 60))
     lock = threading.Lock()
 
-    def decide(method: str, path: str) -> Fault:
+    def decide(method, path):
         if part not in path:
             return None
         with lock:
@@ -163,9 +158,9 @@ def every(count: int, fault: str, part: str = "") -> Callable[[str, str], Fault]
     return decide
 
 
-def _handler(proxy: FaultyProxy) -> type[Handler]:
+def _handler(proxy):
     class Forwarded(Handler):
-        def handle_any(self) -> None:
+        def handle_any(self):
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             proxy.requests.append(
                 (self.command, self.path, self.headers.get("Range", ""))
@@ -191,7 +186,7 @@ def _handler(proxy: FaultyProxy) -> type[Handler]:
             return self.respond(status, headers, data, is_truncated=fault == "truncate")
 
         @staticmethod
-        def _forward(*request: Any) -> tuple[int, list[tuple[str, str]], bytes]:
+        def _forward(*request):
             connection = http.client.HTTPConnection(
                 proxy.upstream.removeprefix("http://"), timeout=60
             )

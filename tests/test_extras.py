@@ -2,8 +2,6 @@
 missing one.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -47,7 +45,7 @@ COMMANDS = {
 }
 
 
-def run_without_extras(code: str) -> subprocess.CompletedProcess[str]:
+def run_without_extras(code):
     """Run `code` in a process in which no module of an extra can be imported."""
     script = BLOCK.format(absent=sorted(EXTRAS_OF_MODULE)) + code
     return subprocess.run(
@@ -59,12 +57,12 @@ def run_without_extras(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def requirements() -> dict[str, set[str]]:
+def requirements():
     """Distributions of each extra, those of included extras too."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     declared: dict[str, list[str]] = project["optional-dependencies"]
 
-    def expand(extra: str) -> set[str]:
+    def expand(extra):
         names: set[str] = set()
         for requirement in declared[extra]:
             included = re.match(r"edje-index\[(.*)\]", requirement)

@@ -1,18 +1,14 @@
 """The installed command, where other modules have the names of its packages."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from storage_formats.launch import are_packages_hidden
-from tests.conftest import REPO, environment
+from tests.conftest import REPO
 
 SCRIPT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"][
     "edje-index"
@@ -21,27 +17,25 @@ START = "import importlib, sys; name, _, call = sys.argv.pop(1).partition(':'); 
 START += "sys.exit(getattr(importlib.import_module(name), call)())"
 
 
-def start(shadow: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the installed command as its script does, with `shadow` before this
-    repository on PYTHONPATH.
-    """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(shadow), str(REPO)]),
-    }
-    command = [sys.executable, "-c", START, SCRIPT, *arguments]
+def run_python(folder, words, *path):
+    """Run Python in `folder`, with `path` as PYTHONPATH."""
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
     return subprocess.run(
-        command, capture_output=True, text=True, cwd=shadow, env=environment
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=variables,
     )
 
 
-def write_module(shadow: Path, name: str) -> None:
+def write_module(shadow, name):
     (shadow / f"{name}.py").write_text(
         "raise ImportError('not the package of edje-index')"
     )
 
 
-def write_package(shadow: Path, name: str) -> None:
+def write_package(shadow, name):
     (shadow / name).mkdir()
     (shadow / name / "__init__.py").write_text("")
 
@@ -50,53 +44,31 @@ def write_package(shadow: Path, name: str) -> None:
 def test_modules_of_the_same_names_hide_no_package(tmp_path, write):
     for name in ("pipelines", "benchmarks", "edje_index"):
         write(tmp_path, name)
-    done = start(tmp_path, "bench", "--help")
+    words = ["-c", START, SCRIPT, "bench", "--help"]
+    done = run_python(tmp_path, words, tmp_path, REPO)
     assert done.returncode == 0, done.stderr
     assert "make-synthetic" in done.stdout
 
 
 def test_processes_that_it_starts_find_the_packages_too(tmp_path):
-    shadow = tmp_path / "shadow"
-    work = tmp_path / "work"
-    shadow.mkdir()
-    work.mkdir()
-    write_module(shadow, "pipelines")
-    code = (
-        "import os, subprocess, sys; from storage_formats import launch; sys.argv ="
-        " ['edje-index', '--version']; "
-    )
+    write_module(tmp_path, "pipelines")
+    child = "subprocess.run([sys.executable, '-c', 'import pipelines.cli'])"
+    code = "import subprocess, sys; from storage_formats import launch"
     code += (
-        "launch.main(); sys.exit(subprocess.run([sys.executable, '-c', 'import"
-        " pipelines.cli']).returncode)"
+        f"; sys.argv[1:] = ['--version']; launch.main(); sys.exit({child}.returncode)"
     )
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(shadow), str(REPO)]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=work,
-        env=environment,
-    )
+    done = run_python(REPO / "docs", ["-c", code], tmp_path, REPO)
     assert done.returncode == 0, done.stderr
 
 
-def run_script(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+def run_script(folder, script):
     """Run a script in `folder`, which comes before this repository in the search
     path of Python.
     """
     (folder / "script.py").write_text(
         f"import sys\nsys.path.insert(1, {str(REPO)!r})\n{script}\n"
     )
-    environment = {
-        name: value for name, value in os.environ.items() if name != "PYTHONPATH"
-    }
-    command = [sys.executable, "script.py"]
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=folder, env=environment
-    )
+    return run_python(folder, ["script.py"])
 
 
 @pytest.mark.parametrize(
@@ -124,36 +96,6 @@ def test_a_project_that_hides_a_module_is_told_which(tmp_path):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["pipelines", "storage_formats"])
-def test_a_worker_of_the_command_finds_its_packages(tmp_path, tiny_bundle, name):
-    """The working directory is in the search path of the workers alone."""
-    write_package(tmp_path, name)
-    Image.new("RGB", (40, 30)).save(tmp_path / "grey.png")
-    words = ["build", "grey.png", "--out", "out.edje", "--model", str(tiny_bundle)]
-    code = f"import sys; from {SCRIPT.replace(':', ' import ')}; sys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code, *words],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment(),
-    )
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_workers_of_such_a_project_find_the_jobs(tmp_path, tiny_bundle):
-    write_package(tmp_path, "pipelines")
-    Image.new("RGB", (40, 30)).save(tmp_path / "grey.png")
-    build = (
-        f"build_index('grey.png', 'out.edje', {str(tiny_bundle)!r},"
-        " engine='ray').indexed == 1"
-    )
-    done = run_script(tmp_path, f"from edje_index import build_index\nassert {build}")
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize("name", ["pipelines", "storage_formats", "edje_index"])
 def test_a_worker_of_ray_imports_the_packages_before_those_of_a_user(tmp_path, name):
     assert not are_packages_hidden([str(tmp_path)])
@@ -169,10 +111,5 @@ def test_a_worker_of_ray_imports_the_packages_before_those_of_a_user(tmp_path, n
     )
     code += f"; sys.path.insert(0, {str(tmp_path)!r}); import pipelines.engines"
     code += ", edje_index, storage_formats.errors; print(edje_index.__file__)"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        capture_output=True,
-        text=True,
-        env=environment(),
-    )
+    done = run_python(tmp_path, ["-P", "-c", code], REPO)
     assert done.stdout == f"{REPO}/edje_index/__init__.py\n", done.stderr

@@ -2,17 +2,13 @@
 example; every example runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import doctest
 import importlib
 import inspect
 import json
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -27,7 +23,6 @@ from edje_index.integrations.documents import find_images, rerank_metadata
 from pipelines import build_index
 from pipelines.service.server import listen
 from storage_formats import (
-    IndexWriter,
     RowIdError,
     TokenStore,
     UsageError,
@@ -63,32 +58,24 @@ def files(tmp_path_factory, tiny_bundle):
         Image.fromarray(rng.integers(0, 255, (48, 64, 3), dtype=np.uint8)).save(
             folder / "photos" / f"{row}.jpg"
         )
-    lines = [
-        json.dumps({"image": f"{row}.jpg", "captions": [f"photo number {row}"]})
-        for row in range(6)
-    ]
-    (folder / "captions.jsonl").write_text("\n".join(lines) + "\n")
+    for name, key, value in (
+        ("captions.jsonl", "image", "{}.jpg"),
+        ("list.jsonl", "path", "photos/{}.jpg"),
+    ):
+        lines = [
+            json.dumps({key: value.format(row), "caption": f"photo number {row}"})
+            for row in range(6)
+        ]
+        (folder / name).write_text("\n".join(lines))
     shutil.copytree(tiny_bundle, folder / "model")
-    build_index(
-        folder / "photos",
-        folder / "photos.edje",
-        folder / "model",
-        engine="inline",
-        threads=1,
-    )
     write_feature_bundle(folder / "model", folder / "features")
-    lines = [
-        json.dumps({"path": f"photos/{row}.jpg", "caption": f"photo number {row}"})
-        for row in range(6)
-    ]
-    (folder / "list.jsonl").write_text("\n".join(lines))
-    build_index(
-        folder / "list.jsonl",
-        folder / "features.edje",
-        folder / "features",
-        engine="inline",
-        threads=1,
-    )
+    for source, name, model in (
+        ("photos", "photos.edje", "model"),
+        ("list.jsonl", "features.edje", "features"),
+    ):
+        build_index(
+            folder / source, folder / name, folder / model, engine="inline", threads=1
+        )
     write_arrays(
         folder / "pages.edje",
         rng.standard_normal((30, 4, 16), np.float32),
@@ -101,7 +88,7 @@ def files(tmp_path_factory, tiny_bundle):
 
 
 @contextlib.contextmanager
-def fresh_files(files: Path) -> Iterator[None]:
+def fresh_files(files):
     """`files` as the working directory, restored afterwards; their path stays,
     because the index holds it.
     """
@@ -115,7 +102,7 @@ def fresh_files(files: Path) -> Iterator[None]:
         saved.rename(files)
 
 
-def undescribed_members(value: type) -> Iterator[str]:
+def undescribed_members(value):
     """Yield the names of public methods and properties of a class that have no
     docstring.
     """
@@ -151,84 +138,39 @@ def test_examples_of_a_module_run(module, files):
     assert runner.failures == 0
 
 
-def rows_of_new_index(m: int, width: int, size: int) -> int:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        IndexWriter.create(
-            f"{folder}/new", block_shape=(m, 16), embed_dim=width, shard_size=size
-        ) as writer,
-    ):
-        blocks = np.ones((2, 4, 16), np.float32)
-        return len(writer.append(blocks, np.ones((2, 8), np.float32)))
-
-
-def rows_of_late_interaction(k: int, pool: int = 9) -> list[int]:
+def rows_of_late_interaction(k):
     search = LateInteractionSearch.open("pages.edje")
-    hits = search.search(np.ones((1, 16)), k, embedding=np.ones(8), pool=pool)
-    return [hit.row_id for hit in hits]
-
-
-def evaluated(**numbers: Any) -> dict[str, Any]:
-    value = {"pools": [2], "resamples": 2, "queries": 3, "seed": 1, **numbers}
-    value["images"] = Path("photos")
-    result = edje_index.evaluate("photos.edje", "captions.jsonl", **value).to_json()
-    del result["seconds"]
-    return json.loads(json.dumps(result))
+    return [hit.row_id for hit in search.search(np.ones((1, 16)), k, row_ids=range(9))]
 
 
 # For each argument, a number, and a call with it.
-NUMBERS: dict[str, tuple[float, Callable[[Any, TokenIndex, TokenStore], Any]]] = {
-    "search min_relevance": (
-        0.25,
-        lambda n, index, store: index.search("a", 3, min_relevance=n),
-    ),
-    "search image": (3, lambda n, index, store: index.search("a", 2, image=n)),
-    "search_image": (3, lambda n, index, store: index.search_image(n, 2)),
-    "rerank": (3, lambda n, index, store: index.rerank("a", [n, 0])),
-    "score_pairs": (3, lambda n, index, store: index.score_pairs([("a", n)])),
-    "Hits.first": (2, lambda n, index, store: index.search("a", 3).first(n)),
-    "Hits.at_least": (0.5, lambda n, index, store: index.search("a", 3).at_least(n)),
-    "CrossEncoder": (
-        3,
-        lambda n, index, store: CrossEncoder(index).predict([("a", n)]).tolist(),
-    ),
+NUMBERS: dict[str, tuple[float, Callable[[Any, TokenIndex], Any]]] = {
+    "Hits.first": (2, lambda n, index: index.search("a", 3).first(n)),
+    "Hits.at_least": (0.5, lambda n, index: index.search("a", 3).at_least(n)),
     "CrossEncoder top_k": (
         1,
-        lambda n, index, store: CrossEncoder(index).rank("a", [3, 1], n),
+        lambda n, index: CrossEncoder(index).rank("a", [3, 1], n),
     ),
     "re-rankers": (
         3,
-        lambda n, index, store: rerank_metadata(index, "a", [{"id": n}], "id", 1),
+        lambda n, index: rerank_metadata(index, "a", [{"id": n}], "id", 1),
     ),
     "re-rankers top_n": (
         1,
-        lambda n, index, store: rerank_metadata(index, "a", [{"id": 1}] * 2, "id", n),
+        lambda n, index: rerank_metadata(index, "a", [{"id": 1}] * 2, "id", n),
     ),
-    "retrievers k": (2, lambda n, index, store: find_images(index, "a", n, None, None)),
-    "retrievers pool": (2, lambda n, index, store: find_images(index, "a", 2, n, None)),
-    "fetch": (3, lambda n, index, store: store.fetch([n]).tolist()),
-    "fetch_records": (3, lambda n, index, store: store.fetch_records([n]).tolist()),
-    "empty": (3, lambda n, index, store: store.empty(n).shape),
+    "retrievers k": (2, lambda n, index: find_images(index, "a", n, None, None)),
+    "retrievers pool": (2, lambda n, index: find_images(index, "a", 2, n, None)),
+    "fetch": (3, lambda n, index: index.store.fetch([n]).tolist()),
+    "empty": (3, lambda n, index: index.store.empty(n).shape),
     "iter_fetch": (
         2,
-        lambda n, index, store: [len(each) for each in store.iter_fetch([[1]], n)],
+        lambda n, index: [len(each) for each in index.store.iter_fetch([[1]], n)],
     ),
-    "late interaction": (3, lambda n, *_: rows_of_late_interaction(k=n)),
-    "late interaction pool": (3, lambda n, *_: rows_of_late_interaction(2, pool=n)),
-    "near_duplicates": (
-        0.5,
-        lambda n, *_: edje_index.near_duplicates("photos.edje", n),
-    ),
-    "snapshot": (0, lambda n, *_: len(TokenStore.open("photos.edje", snapshot=n))),
-    "IndexWriter block_shape": (4, lambda n, *_: rows_of_new_index(n, 8, 8)),
-    "IndexWriter embed_dim": (8, lambda n, *_: rows_of_new_index(4, n, 8)),
-    "IndexWriter shard_size": (8, lambda n, *_: rows_of_new_index(4, 8, n)),
-    "evaluate pools": (2, lambda n, *_: evaluated(pools=[n])),
-    "evaluate resamples": (2, lambda n, *_: evaluated(resamples=n)),
-    "evaluate queries": (2, lambda n, *_: evaluated(queries=n)),
-    "evaluate seed": (2, lambda n, *_: evaluated(seed=n)),
-    "Client timeout": (1.5, lambda n, *_: Client("http://a", timeout=n).close()),
-    "listen": (0, lambda n, *_: listen("127.0.0.1", n).close()),
+    "late interaction": (3, lambda n, _: rows_of_late_interaction(n)),
+    "snapshot": (0, lambda n, _: len(TokenStore.open("photos.edje", snapshot=n))),
+    "Client timeout": (1.5, lambda n, _: Client("http://a", timeout=n).close()),
+    "listen": (0, lambda n, _: listen("127.0.0.1", n).close()),
 }
 
 
@@ -258,14 +200,11 @@ def opened(files):
 def test_numbers_of_numpy_are_numbers_and_others_are_refused(name, files, opened):
     number, call = NUMBERS[name]
     kind = np.int64 if isinstance(number, int) else np.float32
-    index = opened
     with contextlib.chdir(files):
-        assert call(kind(number), index, index.store) == call(
-            number, index, index.store
-        )
+        assert call(kind(number), opened) == call(number, opened)
         for wrong in (-1, float("nan"), "3", True, np.bool_(True), [2], -np.float64(2)):
             with pytest.raises((UsageError, RowIdError)):
-                call(wrong, index, index.store)
+                call(wrong, opened)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

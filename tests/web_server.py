@@ -2,15 +2,13 @@
 requests, and fails on request.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -48,7 +46,7 @@ class WebServer:
 
 
 @contextlib.contextmanager
-def web_server() -> Iterator[WebServer]:
+def web_server():
     """Run a server on a free port of this machine."""
     state = WebServer()
     with serving(_handler(state)) as state.url:
@@ -56,7 +54,7 @@ def web_server() -> Iterator[WebServer]:
 
 
 @contextlib.contextmanager
-def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+def serving(handler):
     """Serve with `handler` on a free port of this machine. Yield the URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
@@ -82,12 +80,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def respond(
         self,
-        status: int,
-        headers: Iterable[tuple[str, str]],
-        data: bytes,
+        status,
+        headers,
+        data,
         *,
-        is_truncated: bool = False,
-    ) -> None:
+        is_truncated=False,
+    ):
         self.send_response_only(status)
         for name, value in headers:
             self.send_header(name, value)
@@ -103,30 +101,30 @@ class Handler(BaseHTTPRequestHandler):
         if is_truncated:
             self.close_connection = True
 
-    def reset(self) -> None:
+    def reset(self):
         self.connection.setsockopt(
             socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
         )
         self.connection.close()
         self.close_connection = True
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         pass
 
-    def handle(self) -> None:
+    def handle(self):
         with contextlib.suppress(OSError, ValueError):
             super().handle()
 
-    def finish(self) -> None:
+    def finish(self):
         with contextlib.suppress(OSError, ValueError):
             super().finish()
 
 
-def _handler(state: WebServer) -> type[Handler]:
+def _handler(state):
     lock = threading.Lock()
 
     class Files(Handler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             with lock:
                 state.requests.append((self.path, self.headers.get("Range", "")))
                 state.open_requests["now"] += 1
@@ -143,7 +141,7 @@ def _handler(state: WebServer) -> type[Handler]:
 
         do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 
-        def _answer(self, fault: str) -> None:
+        def _answer(self, fault):
             if state.service is not None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 sent = {name.title(): value for name, value in self.headers.items()}
@@ -168,9 +166,7 @@ def _handler(state: WebServer) -> type[Handler]:
             else:
                 self._send(404, {}, b"nothing here")
 
-        def _file(
-            self, data: bytes, headers: dict[str, str], *, is_truncated: bool = False
-        ) -> None:
+        def _file(self, data, headers, *, is_truncated=False):
             wanted = self.headers.get("Range", "") if state.ranges else ""
             if not wanted:
                 return self._send(200, headers, data, is_truncated=is_truncated)
@@ -190,12 +186,12 @@ def _handler(state: WebServer) -> type[Handler]:
 
         def _send(
             self,
-            status: int,
-            headers: dict[str, str],
-            data: bytes,
+            status,
+            headers,
+            data,
             *,
-            is_truncated: bool = False,
-        ) -> None:
+            is_truncated=False,
+        ):
             named = {"Content-Length": str(len(data)), **headers}
             self.respond(
                 status,

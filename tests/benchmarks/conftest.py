@@ -1,7 +1,5 @@
 """A small index on a disk, for the tests of benchmarks."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.disk import describe_disk

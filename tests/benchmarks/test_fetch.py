@@ -1,12 +1,8 @@
 """What `bench fetch` measures: states of the page cache, calls and subjects."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -24,8 +20,9 @@ from benchmarks.peers import (
 from pipelines import delete_rows
 from storage_formats import TokenStore, codec
 from tests.benchmarks.conftest import SPEC
-from tests.conftest import REPO, environment, same_bits
+from tests.conftest import REPO, same_bits, write_random_index
 from tests.docs import fetch_tables
+from tests.storage_formats.reading_cases import ODD
 
 ROWS = SPEC.rows
 RANDOM = Workload(ROWS, blocks=100, pool=100)
@@ -92,77 +89,48 @@ def test_no_deleted_row_is_fetched(index, tmp_path):
         assert "problem" not in results["warm"]
 
 
-def test_a_run_is_repeated_by_the_command_of_its_row(index):
-    """In the directory of the index; also by what is no process of the harness."""
-    arguments = [index.name, "copies", "bf16", [200, 100, 100, False], "np.memmap", 0]
-    words = ["-m", "benchmarks.harness", "benchmarks.fetch:measure"]
-    copies = index.parent / "copies"
-    try:
-        done = subprocess.run(
-            [sys.executable, *words, json.dumps(arguments)],
-            cwd=index.parent,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        # of 200 rows only
-        copy = copies / "bf16-np.memmap" / "records.bin"
-        assert copy.stat().st_size == 200 * 4096
-    finally:
-        shutil.rmtree(copies)
-    cold, warm = map(json.loads, done.stdout.splitlines())
-    assert (cold["case"], warm["case"]) == ("cold", "warm")
-
-
 def test_the_verdict_says_why_a_cold_rate_is_missing(index, tmp_path):
     files = [*(index / "tokens" / "bf16").glob("c.*")]
     maps = [np.memmap(path, np.uint8, mode="r") for path in files]
     # mapped pages that were read cannot be evicted
     assert sum(int(each.sum()) for each in maps)
     task = {"group": "bf16", "table": RANDOM.title, "repeat": 0, "command": ""}
-    values = {"GB/s": 1.0, "blocks/s": 1e6, "p50 ms": 1.0, "p99 ms": 3.0}
-    device = {"case": "cold", "subject": DEVICE, "values": values}
     cold = run_here(index, tmp_path, READER, RANDOM)["cold"]
-    results = [task | device, task | {"subject": READER} | cold]
-    first, second, *_ = verdict(summaries(results, READER), 2)
-    assert first.endswith("p99 3.00 ms).")
+    results = [task | rates(DEVICE, 80), task | {"subject": READER} | cold]
+    _, second, *_ = verdict(summaries(results, READER), 2)
     assert "edje-index was not measured (not cold: 100.0% of the pages" in second
-    assert "; close other programs that have the index open" in second
+
+
+def rates(subject, per_second):
+    """A result of reads from a cold page cache."""
+    values = {
+        "GB/s": per_second * 4096 / 1e9,
+        "blocks/s": per_second,
+        "p50 ms": 1.0,
+        "p99 ms": 3.0,
+    }
+    return {"case": "cold", "subject": subject, "values": values}
 
 
 def test_the_verdict_has_queries_and_photos_and_names_who_is_faster():
-    rates = {DEVICE: 80, READER: 100, RECORDS: 400, "np.memmap": 200, "LMDB": 500}
-    query = Workload(200_000, 5_000, fetch.QUERY)
+    speeds = {DEVICE: 80, READER: 100, RECORDS: 400, "np.memmap": 200, "LMDB": 500}
+    tables = [PAPER.title, Workload(200_000, 5_000, fetch.QUERY).title]
     results = [
-        {
-            "group": "bf16",
-            "table": workload.title,
-            "subject": name,
-            "case": "cold",
-            "repeat": 0,
-            "command": "",
-            "values": {
-                "GB/s": rate * 4096 / 1e9,
-                "blocks/s": rate,
-                "p50 ms": 1.0,
-                "p99 ms": 3.0,
-            },
-        }
-        for workload in (PAPER, query)
-        for name, rate in rates.items()
+        {"group": "bf16", "table": table, "repeat": 0, "command": ""}
+        | rates(subject, speed)
+        for table in tables
+        for subject, speed in speeds.items()
     ]
     text = "\n".join(verdict(summaries(results, READER), 2))
-    assert "records of 4,096 bytes at 0.00 GB/s (80 reads/s, p50 1.00 ms" in text
+    assert "(80 reads/s, p50 1.00 ms" in text
     assert "edje-index reads at 1.25 of this rate" in text
     assert "bf16: 100 photos/s in one call" in text
     assert "bf16: 1 queries of 100 photos per second" in text
     assert "one row in 2, and neighbours are read in one request" in text
     wins = [line for line in text.splitlines() if line.startswith("Faster")]
-    title = "50,000 random blocks in one call"
     assert len(wins) == 6
-    assert f"edje-index: np.memmap, cold, {title}, by 2.0 (bf16)." in wins[0]
-    assert f"edje-index records: LMDB, cold, {title}, by 1.2 (bf16)." in wins[4]
+    assert f"edje-index: np.memmap, cold, {PAPER.title}, by 2.0 (bf16)." in wins[0]
+    assert f"edje-index records: LMDB, cold, {PAPER.title}, by 1.2 (bf16)." in wins[4]
 
 
 # theirs
@@ -206,3 +174,41 @@ def test_the_pages_show_the_newest_report():
         shown += page
     for name in fetch_tables.parts(newest):
         assert f"<!-- fetch:{name} -->" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_everything_on_an_index(index, run, tmp_path):
+    code, out, err = run(
+        "bench", "fetch", index, "--quick", "--report", tmp_path / "r", "--json"
+    )
+    assert code == 0, err
+    rows = json.loads(out)["rows"]
+    assert {row["group"] for row in rows} == {"bf16", "fp8"}
+    assert any(" 100 per call" in row["table"] for row in rows)
+    measured = {(row["subject"], row["case"]) for row in rows if row["values"]}
+    assert {(READER, "cold"), ("np.memmap", "warm"), (RECORDS, "warm")} <= measured
+    assert (DEVICE, "cold") in measured or shutil.which("fio") is None
+    assert "warning: bf16, fp8: only the first 300 rows are read" in err
+    assert list(index.parent.iterdir()) == [index]
+    picture, text, data = sorted((tmp_path / "r").iterdir(), reverse=True)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"({picture.name})" in text.read_text()
+    assert str(tmp_path) not in data.read_text()
+
+
+def test_wrong_usage_is_refused_before_anything_is_written(
+    run, index, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert "nowhere" in run.refused("bench", "fetch", "nowhere")
+    assert "nvfp4" in run.refused("bench", "fetch", index, "--precision", "nvfp4")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_index_without_rows_is_refused(run, tmp_path):
+    root = tmp_path / "index"
+    write_random_index(root, ODD)
+    run.ok("delete", root, "--where", "row_id >= 0")
+    assert "has no blocks to fetch" in run.refused("bench", "fetch", root, "--quick")
+    assert list(tmp_path.iterdir()) == [root]

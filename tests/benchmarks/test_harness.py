@@ -1,13 +1,11 @@
 """Tasks in processes of their own, their summary and their report."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
 
 from benchmarks import harness
-from benchmarks.harness import Task, faster, report_lines, run, summaries
+from benchmarks.harness import Task, faster, run, summaries
 from storage_formats.errors import UsageError
 
 ABOUT = {
@@ -144,25 +142,3 @@ def test_a_row_has_the_median_and_the_ratio_to_runs_of_the_same_turn():
     assert peer["problems"] == ["not cold"]
     assert device["ratio"] == 0.1
     assert [*faster(rows, "ours")] == [], "the device is no library"
-    text = "\n".join(
-        report_lines(
-            {
-                **ABOUT,
-                "command": "edje-index bench demo",
-                "environment": WHERE,
-                "verdict": [],
-                "rows": rows,
-                "subjects": {**ABOUT["subjects"], "the device": ("3", "")},
-            }
-        )
-    )
-    assert "| the device, 3 | 1,000 (0.10) |" in text
-
-
-WHERE = {
-    "date": "2026-01-01",
-    "versions": {},
-    **dict.fromkeys(("cores", "processor", "memory_gib", "kernel", "python"), "x"),
-    "disk": "/dev/sda",
-    "load": "0.1 before the first run",
-}

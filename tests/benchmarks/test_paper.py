@@ -2,18 +2,13 @@
 small data, and no step runs twice.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import fetch
 from benchmarks.paper import experiments
 from benchmarks.paper.experiments import (
     EXPERIMENTS,
@@ -24,56 +19,51 @@ from benchmarks.paper.experiments import (
     Study,
     measured,
 )
-from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from storage_formats.errors import EdjeError
 from tests.command_line import run_here
 from tests.test_docs import check_command
 
 
-def write_data(folder: Path, photos: int, towers: Path, language: Path) -> Path:
+def write_data(folder, photos, towers, language):
     """Write a folder with the layout of the paper's data: noise for photos, and one
     bundle and language model.
     """
     rng = np.random.default_rng(0)
-    for part in (
-        "pretrain",
-        "flickr30k/flickr30k-images",
-        "coco/val2014",
-        "towers",
-        "languages",
-    ):
-        (folder / part).mkdir(parents=True)
 
-    def photo(path: str) -> list[str]:
-        Image.fromarray(rng.integers(0, 256, (24, 24, 3), np.uint8)).save(folder / path)
-        return [
-            f"the {rng.choice(['red', 'old'])} dog in {path} {word}"
-            for word in ("runs", "sits")
-        ]
+    def photo(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (24, 24, 3), np.uint8)).save(path)
+        return [f"the {rng.choice(['red', 'old'])} dog in {path} {n}" for n in range(2)]
 
-    lines = [
-        json.dumps(
-            {"image": f"{number}.png", "captions": photo(f"pretrain/{number}.png")}
-        )
-        for number in range(photos)
-    ]
+    lines = []
+    for number in range(photos):
+        captions = photo(folder / f"pretrain/{number}.png")
+        lines.append(json.dumps({"image": f"{number}.png", "captions": captions}))
     (folder / "pretrain" / "cc3m.jsonl").write_text("\n".join(lines))
-    for dataset, path, file in (
-        ("flickr30k", "flickr30k-images", "dataset_flickr30k.json"),
-        ("coco", "val2014", "dataset_coco.json"),
+    for dataset, path in (("flickr30k", "flickr30k-images"), ("coco", "val2014")):
+        images = [
+            {
+                "filename": f"{split}-{number}.png",
+                "split": split,
+                "sentences": [
+                    {"raw": caption}
+                    for caption in photo(
+                        folder / dataset / path / f"{split}-{number}.png"
+                    )
+                ],
+                **({"filepath": path} if dataset == "coco" else {}),
+            }
+            for split in ("train", "test")
+            for number in range(photos)
+        ]
+        file = folder / dataset / f"dataset_{dataset}.json"
+        file.write_text(json.dumps({"images": images}))
+    for kind, name, model in (
+        ("towers", MAIN_TOWER, towers),
+        ("languages", MAIN_LANGUAGE, language),
     ):
-        images = []
-        for split in ("train", "test"):
-            for number in range(photos):
-                name = f"{split}-{number}.png"
-                sentences = [
-                    {"raw": caption} for caption in photo(f"{dataset}/{path}/{name}")
-                ]
-                entry = {"filename": name, "split": split, "sentences": sentences}
-                images.append(entry | ({"filepath": path} if dataset == "coco" else {}))
-        (folder / dataset / file).write_text(json.dumps({"images": images}))
-    (folder / "towers" / MAIN_TOWER).symlink_to(towers)
-    (folder / "languages" / MAIN_LANGUAGE).symlink_to(language)
+        (folder / kind).mkdir()
+        (folder / kind / name).symlink_to(model)
     return folder
 
 
@@ -109,20 +99,6 @@ def test_every_listed_command_is_a_command_of_this_version(name, full_data, tmp_
     assert table["state"] == "needs data"
 
 
-def test_embeddings_need_towers_and_other_models_need_nothing(full_data, tmp_path):
-    """Without a language model and photos to train on, rows of embeddings alone
-    lack nothing.
-    """
-    for name in ("flickr30k", "towers"):
-        (tmp_path / name).symlink_to(full_data / name)
-    study = Study(tmp_path, tmp_path / "out", lambda line: None, listing=True)
-    for name in ("zero-shot", "adapters"):
-        for row in measured(EXPERIMENTS[name], study)["rows"]:
-            assert bool(row["missing"]) == ("embeddings" not in row["label"])
-    for row in measured(EXPERIMENTS["prior-art"], study)["rows"]:
-        assert bool(row["missing"]) == (not row["label"].startswith(("ALBEF", "BLIP")))
-
-
 def test_missing_data_are_named_with_their_remedy_and_what_is_no_experiment_is_refused(
     run, tmp_path
 ):
@@ -145,7 +121,7 @@ def test_a_step_runs_once_also_in_a_moved_folder_and_a_failed_step_runs_again(
     lines: list[str] = []
     answers = iter([(0, '{"x": 1}'), (2, "")])
 
-    def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    def run(words, **_):
         return subprocess.CompletedProcess(words, *next(answers))
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -184,60 +160,6 @@ def commands(monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", run_command)
     return names
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("commands")
-def test_every_experiment_runs_on_small_data(tiny_bundle, run, tmp_path, monkeypatch):
-    """Of the towers and language models only the main ones are there, so that some
-    rows are not measured.
-    """
-    small = fetch.PAPER._replace(rows=100, blocks=50, pool=50)
-    monkeypatch.setattr(fetch, "PAPER", small)
-    # 64 patches, so that every adapter can make 64 tokens of them
-    create_untrained_bundle(
-        tmp_path / "towers", sizes=replace(TINY, image_size=8 * TINY.patch_size)
-    )
-    data = write_data(tmp_path / "data", 4, tmp_path / "towers", tiny_bundle)
-    settings = {
-        "loop": ["batch_size = 4", "epochs = 5"],
-        "architecture": ["language_layers = 1", "adapter_hidden = 64"],
-    }
-    text = "\n".join(
-        f"[{group}]\n" + "\n".join(lines) for group, lines in settings.items()
-    )
-    (tmp_path / "small.toml").write_text(text)
-    command = [
-        "bench",
-        "paper",
-        "all",
-        "--data",
-        data,
-        "--config",
-        tmp_path / "small.toml",
-        "--out",
-        tmp_path / "o",
-    ]
-    out = run.ok(*command, "--json")
-    tables = json.loads(out)
-    states = {name: table["state"] for name, table in tables.items()}
-    partial = {
-        "prior-art": "partial",
-        "zero-shot": "partial",
-        "mining": "partial",
-        "language-model": "needs data",
-    }
-    assert states == {name: partial.get(name, "complete") for name in EXPERIMENTS}
-    for name in EXPERIMENTS:
-        assert (tmp_path / "o" / f"{name}.md").read_text().startswith("## ")
-    tokens = [row["own"]["tokens"] for row in tables["alignment"]["rows"]]
-    # the tiny tower has 64 patches
-    assert (
-        tokens == [row["own"]["tokens"] for row in tables["words"]["rows"]] == [64, 64]
-    )
-    code, again, err = run(*command, "--json")
-    assert (code, again) == (0, out)
-    assert "edje-index" not in err, "a finished step ran again"
 
 
 def test_a_trained_model_is_measured_without_training(

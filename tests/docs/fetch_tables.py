@@ -6,8 +6,6 @@ them:
 The pages name the report between `<!-- fetch:NAME -->` and `<!-- end -->`.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path
@@ -17,7 +15,7 @@ from tests.conftest import REPO
 PAGES = ("README.md", "docs/performance.md", "docs/lab/fetch.md")
 
 
-def parts(report: str) -> dict[str, str]:
+def parts(report):
     """Return the parts of a report that pages show, by name."""
     bullets = [line for line in report.splitlines() if line.startswith("- ")]
     tables = dict(
@@ -36,14 +34,14 @@ def parts(report: str) -> dict[str, str]:
     }
 
 
-def words(table: str) -> str:
+def words(table):
     """Return the most important rates in a table as a list in Markdown."""
     header, _, *rows = (
         [cell.strip(" *") for cell in line.strip("|").split("|")]
         for line in table.strip().splitlines()
     )
 
-    def case(name: str) -> tuple[str, list[tuple[float, str]]]:
+    def case(name):
         """The rate of edje-index, and its ratio to the rate of each other library."""
         column = header.index(name)
         cells = {row[0].split(",")[0]: row[column].split(" (") for row in rows}
@@ -52,7 +50,7 @@ def words(table: str) -> str:
             cells.pop(name, None)
         return own, sorted((float(cell[1][:-1]), each) for each, cell in cells.items())
 
-    def slower(name: str) -> str:
+    def slower(name):
         own, ((least, nearest), *_, (most, last)) = case(name)
         others = f"{least:.1f} ({nearest}) to {most:.0f} ({last})"
         return f"{own} GB/s. The others take {others} times as long."
@@ -69,7 +67,7 @@ def words(table: str) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def replaced(page: str, report: str) -> str:
+def replaced(page, report):
     """Return `page` with the parts of `report` between its marks."""
     for name, text in parts(report).items():
         page = re.sub(
@@ -81,7 +79,7 @@ def replaced(page: str, report: str) -> str:
     return page
 
 
-def main(path: Path) -> None:
+def main(path):
     name = path.name.removesuffix("-fetch.md")
     for page in (REPO / each for each in PAGES):
         text = replaced(page.read_text(), path.read_text())

@@ -2,12 +2,9 @@
 index of them by a tiny model.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import tarfile
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -22,20 +19,16 @@ from tests.edje_index.clip_cases import clip, panned
 ROWS = 1100
 
 
-def write_guide_files(folder: Path, bundle: Path) -> None:
+def write_guide_files(folder, bundle):
     """Photos, captions, a model, and an index with metadata and three snapshots."""
     rng = np.random.default_rng(0)
-    for name in ("photos/2019", "photos/2026", "shards"):
-        (folder / name).mkdir(parents=True)
+    photos = folder / "photos"
+    for path in (photos / "2019", photos / "2026", folder / "shards"):
+        path.mkdir(parents=True)
     paths = [
-        folder / "photos" / ("2019" if row < 3 else "") / f"{row:05}.png"
-        for row in range(ROWS)
+        photos / ("2019" if row < 3 else "") / f"{row:05}.png" for row in range(ROWS)
     ]
-    for path in [
-        *paths,
-        folder / "photos/2026/new.png",
-        folder / "photos/2026/lake.jpg",
-    ]:
+    for path in [*paths, photos / "2026/new.png", photos / "2026/lake.jpg"]:
         Image.fromarray(rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(path)
     paths[9].write_bytes(b"no image")
     (folder / "some-photos").mkdir()
@@ -65,7 +58,7 @@ def write_guide_files(folder: Path, bundle: Path) -> None:
     quantize_index(folder / "local.edje", drop=["bf16", "fp8"])
 
 
-def write_texts(folder: Path, captioned: list[Path]) -> None:
+def write_texts(folder, captioned):
     records = [
         {
             "image": str(path),
@@ -94,14 +87,14 @@ def write_texts(folder: Path, captioned: list[Path]) -> None:
     (folder / "queries.txt").write_text("a red canoe\ntwo dogs\n")
 
 
-def write_clips(folder: Path) -> None:
+def write_clips(folder):
     folder.mkdir()
     for name in ("beach.mp4", "harbour.mp4"):
         (folder / name).write_bytes(clip(panned(12)))
     (folder / "beach.txt").write_text("a red canoe on a beach\n")
 
 
-def write_tables(folder: Path, paths: list[Path]) -> None:
+def write_tables(folder, paths):
     columns = {
         "image_path": [str(path) for path in paths],
         "licence": ["cc0"] * ROWS,
@@ -122,7 +115,7 @@ def write_tables(folder: Path, paths: list[Path]) -> None:
     )
 
 
-def write_packed(folder: Path) -> None:
+def write_packed(folder):
     """What other tools write: COCO captions, Hugging Face Datasets, and img2dataset."""
     golden = REPO / "tests/golden/sources"
     for name in ("coco", "data", "laion"):

@@ -2,27 +2,22 @@
 a tiny model and small photos.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import click
 import numpy as np
 import pytest
+import torch
 
 from pipelines.cli.main import cli
-from storage_formats import TokenStore
 from tests.command_line import environment
-from tests.conftest import REPO, same_bits
-from tests.edje_index.test_multi_vector import tiny_multi_vector_encoder
+from tests.conftest import REPO
 
 pytestmark = pytest.mark.slow
 GUIDES = (
@@ -30,45 +25,42 @@ GUIDES = (
     " train serve sources object-store integrations cluster"
 )
 PAGES = [REPO / "README.md", *(REPO / "docs" / f"{name}.md" for name in GUIDES.split())]
-# The beginning of a command that the tests leave out here -> where it runs, or why it
-# cannot.
-NOT_RUN = {
-    "model get": "tests/smoke.py runs it; it downloads 174 MB",
-    "serve": "test_services.py runs it; it does not end",
-    "show": "tests/pipelines/service run it; it does not end",
-    "bench": (
-        "tests/benchmarks run the benchmarks; those of fetching run below, with fewer"
-        " blocks"
-    ),
-    "model import checkpoint.pth": (
-        "tests/edje_index import checkpoints; the tower comes from a model hub"
-    ),
-    "train data.edje": "tests/integration train tiny models; the guides take hours",
-    "train more.edje": "tests/integration train tiny models; the guides take hours",
-    "model features clip": "its towers come from a model hub",
-    "build dataset_coco.json --out data.edje": "its towers come from a model hub",
-    "build photos --out tuned.edje": "its model is trained for hours",
-    "search tuned.edje": "its model is trained for hours",
-    "build photos --out siglip2.edje": "its model comes from a model hub",
-    "eval siglip2.edje": "its model comes from a model hub",
-    "ann build photos.edje --ann IVF4096,PQ96x4fs": (
-        "the embeddings of the tiny model have 24 values"
-    ),
-    "build ~/photos --out photos.edje --model model --address": (
-        "needs a Ray cluster; tests/integration start one"
-    ),
-    "build /shared/photos": "needs a Ray cluster",
-}
+# beginnings of the commands that are left out here
+NOT_RUN = (
+    # tests/smoke.py runs it
+    "model get",
+    # test_services.py and tests/pipelines/service run them; they do not end
+    "serve",
+    "show",
+    # tests/benchmarks run the benchmarks
+    "bench",
+    # models from a hub
+    "model import checkpoint.pth",
+    "model features clip",
+    "build dataset_coco.json --out data.edje",
+    "build photos --out siglip2.edje",
+    "eval siglip2.edje",
+    # tests/integration train tiny models; the guides take hours
+    "train data.edje",
+    "train more.edje",
+    "build photos --out tuned.edje",
+    "search tuned.edje",
+    # the embeddings of the tiny model have 24 values
+    "ann build photos.edje --ann IVF4096,PQ96x4fs",
+    # tests/integration start a Ray cluster
+    "build ~/photos --out photos.edje --model model --address",
+    "build /shared/photos",
+)
 
 
-def blocks(page: Path) -> Iterator[str]:
+def blocks(page):
     """Indented code blocks of a page, with the indentation removed."""
     for match in re.finditer(r"(?:^(?:    .*|)\n)+", page.read_text(), re.MULTILINE):
         if match[0].strip():
             yield textwrap.dedent(match[0]).strip("\n")
 
 
-def commands(page: Path) -> list[str]:
+def commands(page):
     """Lines `edje-index ...` of the code blocks of a page, and lines that pass the
     output of another program to it.
     """
@@ -80,45 +72,35 @@ def commands(page: Path) -> list[str]:
     ]
 
 
-def python_code(page: Path) -> list[str]:
+def python_code(page):
     """Code blocks of a page that are Python, as far as they import what they use."""
-    texts = [
+    return [
         text
         for text in blocks(page)
         if re.search(r"^(from|import) \w", text, re.MULTILINE)
-    ]
-    return [
-        text
-        for text in texts
-        if not re.search(r"^(edje-index|pip|make) ", text, re.MULTILINE)
+        and not re.search(r"^(edje-index|pip|make) ", text, re.MULTILINE)
     ]
 
 
-def left_out(line: str) -> bool:
+def left_out(line):
     rest = line.removeprefix("edje-index ").strip() + "\n"
-    return any(rest.startswith(beginning) for beginning in NOT_RUN)
+    return rest.startswith(NOT_RUN)
 
 
-def words_of(line: str, home: Path) -> list[str]:
+def words_of(line, home):
     """Arguments of a command, as the shell gives them, without Ray."""
     words = [
         re.sub(r"^(~|/mnt)/", f"{home}/", word)
         for word in shlex.split(line, comments=True)[1:]
     ]
     command = cli.get_command(click.Context(cli), words[0])
-    options = (
-        [name for parameter in command.params for name in parameter.opts]
-        if command
-        else []
-    )
-    return (
-        [*words, "--engine", "inline"]
-        if "--engine" in options and "--engine" not in words
-        else words
-    )
+    options = [name for each in command.params for name in each.opts]
+    if "--engine" in options and "--engine" not in words:
+        words += ["--engine", "inline"]
+    return words
 
 
-def run_pipe(line: str, home: Path) -> None:
+def run_pipe(line, home):
     """Run a line with a pipe as a shell does, without Ray."""
     own = (
         f'edje-index() {{ {shlex.quote(sys.executable)} -m pipelines.cli "$@" --engine'
@@ -132,7 +114,7 @@ def run_pipe(line: str, home: Path) -> None:
     )
 
 
-def run_line(line: str, home: Path, run) -> None:
+def run_line(line, home, run):
     if " | edje-index " in line:
         return run_pipe(line, home)
     words = words_of(line, home)
@@ -183,6 +165,33 @@ WITH_PYTHON = [
 ]
 
 
+def multi_vector_encoder(folder):
+    """A tiny multi-vector model of sentence-transformers."""
+    from sentence_transformers import MultiVectorEncoder
+    from sentence_transformers.base.modules import Normalize, Transformer
+    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+    from transformers import BertConfig, BertModel, BertTokenizer
+
+    torch.manual_seed(0)
+    words = ["two", "dogs", "play", "in", "the", "snow", "a", "red", "canoe"]
+    (folder / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words])
+    )
+    BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder / "bert")
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
+    BertModel(BertConfig(vocab_size=len(words) + 5, **sizes)).save_pretrained(
+        folder / "bert"
+    )
+    return MultiVectorEncoder(
+        modules=[Transformer(str(folder / "bert")), MultiVectorMask(), Normalize()]
+    )
+
+
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.stem)
 def test_the_python_code_of_a_page_runs(page, template, home, run, request):
     if page.stem in NEED_SERVERS:
@@ -194,52 +203,8 @@ def test_the_python_code_of_a_page_runs(page, template, home, run, request):
             continue
         shutil.rmtree(home / "photos.edje", ignore_errors=True)
         if '"multi-vector-model"' in code:
-            tiny_multi_vector_encoder(
-                home, ["two dogs play in the snow", "a red canoe"]
-            ).save("multi-vector-model")
+            multi_vector_encoder(home).save("multi-vector-model")
         if "build_index(" not in code:
             shutil.copytree(template / "photos.edje", home / "photos.edje")
         code = code.replace("/photos/12.jpg", str(template / "photos/00012.png"))
         exec(compile(code, str(page), "exec"), names)
-
-
-@pytest.mark.usefixtures("home")
-def test_other_readers_return_the_blocks_of_the_store():
-    names = {}
-    for code in python_code(REPO / "docs/fetch.md"):
-        if "tokens/bf16" in code:
-            exec(code, names)
-    expected = TokenStore.open("photos.edje").fetch([17, 4, 1023])
-    assert same_bits(names["blocks"], expected)
-    assert same_bits(names["block"], expected[2])
-
-
-FETCH_BENCHMARKS = sorted(
-    {
-        line
-        for page in [*PAGES, REPO / "docs/performance.md"]
-        for line in commands(page)
-        if line.startswith("edje-index bench fetch ") and "://" not in line
-    }
-)
-
-
-@pytest.mark.parametrize("line", FETCH_BENCHMARKS)
-def test_the_fetch_benchmarks_of_the_guides_run(line, home, run):
-    words = [
-        "photos.edje" if word == "random.edje" else word
-        for word in words_of(line, home)
-    ]
-    out = run.ok(*words, "--repeats", "1", "--pool", "50", "--quick")
-    assert "random blocks in one call" in out
-
-
-def test_every_exception_is_needed():
-    rest = [
-        line.removeprefix("edje-index ").strip() + "\n"
-        for page in PAGES
-        for line in commands(page)
-    ]
-    for beginning in NOT_RUN:
-        assert any(line.startswith(beginning) for line in rest), beginning
-    assert sum(not left_out(line) for page in PAGES for line in commands(page)) > 60

@@ -1,7 +1,5 @@
 """The generated reference: help texts of all commands."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

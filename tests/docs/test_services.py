@@ -2,51 +2,22 @@
 that uses them.
 """
 
-from __future__ import annotations
-
 import gc
 import subprocess
 
-import httpx
 import pytest
 
 from tests.command_line import command
 from tests.docs.test_commands import (
-    PAGES,
     REPO,
     blocks,
-    commands,
     python_code,
-    words_of,
 )
 from tests.pipelines.service.server import serving
 
 pytestmark = pytest.mark.slow
 GUIDE = REPO / "docs/serve.md"
-LINES = sorted(
-    {
-        line
-        for page in PAGES
-        for line in commands(page)
-        # --mcp serves standard input
-        if line.startswith("edje-index serve ") and "--mcp" not in line
-    }
-)
 ADDRESS = "http://127.0.0.1:8000"
-
-
-@pytest.mark.parametrize("line", LINES)
-def test_a_service_of_the_guides_answers(line, home):
-    with serving(home, command(*words_of(line, home), "--port", "0")) as service:
-        body = {"query": "a red canoe", "k": 3}
-        assert (
-            len(
-                httpx.post(f"{service.url}/search", json=body, timeout=60).json()[
-                    "hits"
-                ]
-            )
-            == 3
-        )
 
 
 # that of Cohere leaves connections open

@@ -1,10 +1,7 @@
 """Video clips for tests, made from photos."""
 
-from __future__ import annotations
-
 import functools
 import io
-from collections.abc import Iterable
 from pathlib import Path
 
 import av
@@ -25,12 +22,12 @@ KINDS = {
 
 
 @functools.cache
-def photo(width: int = 96, height: int = 64) -> np.ndarray:
+def photo(width=96, height=64):
     """A photo, uint8 [height, width, 3]."""
     return np.asarray(Image.open(PHOTO).convert("RGB").resize((width, height)))
 
 
-def panned(frames: int, width: int = 96, height: int = 64) -> list[np.ndarray]:
+def panned(frames, width=96, height=64):
     """Frames in which a photo moves to the right."""
     return [
         np.roll(photo(width, height), 4 * number, axis=1) for number in range(frames)
@@ -38,10 +35,10 @@ def panned(frames: int, width: int = 96, height: int = 64) -> list[np.ndarray]:
 
 
 def clip(
-    frames: Iterable[np.ndarray],
-    kind: tuple[str, str, str] = KINDS["mp4"],
-    **options: str,
-) -> bytes:
+    frames,
+    kind=KINDS["mp4"],
+    **options,
+):
     """Encode `frames` at 10 frames per second with a key frame every 6 frames.
     `kind` is (container, codec, pixels).
     """
@@ -60,7 +57,7 @@ def clip(
     return buffer.getvalue()
 
 
-def all_frames(data: bytes) -> list[np.ndarray]:
+def all_frames(data):
     """All frames of a clip, decoded one after the other by PyAV alone."""
     with av.open(io.BytesIO(data)) as container:
         return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]

@@ -2,19 +2,15 @@
 transformers, which import it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
-
-import pytest
 
 from edje_index.models._torchvision_compat import prepare_torchvision
 
 prepare_torchvision()
 
 
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+def pytest_pyfunc_call(pyfuncitem):
     """Run the asynchronous tests of LangChain."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None

@@ -1,15 +1,11 @@
 """Image files for the decoding tests."""
 
-from __future__ import annotations
-
 import io
 import struct
 import subprocess
 import sys
 import warnings
 import zlib
-from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,13 +16,13 @@ from edje_index.images.decode import REASONS, ImageError, decode_rgb
 LIMIT = 1_000_000
 
 
-def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
+def encoded(image, kind, **options):
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
-def gradient(width: int = 24, height: int = 16) -> np.ndarray:
+def gradient(width=24, height=16):
     """RGB uint8 [h, w, 3] without any symmetry."""
     x, y = np.meshgrid(np.arange(width), np.arange(height))
     return np.stack(
@@ -35,7 +31,7 @@ def gradient(width: int = 24, height: int = 16) -> np.ndarray:
     ).astype(np.uint8)
 
 
-def pixels(data: bytes, limit: int = LIMIT) -> np.ndarray:
+def pixels(data, limit=LIMIT):
     image = decode_rgb(data, limit)
     assert image.mode == "RGB"
     # a PIL image has the pixels of its file
@@ -46,7 +42,7 @@ def pixels(data: bytes, limit: int = LIMIT) -> np.ndarray:
     return np.asarray(image)
 
 
-def reason(data: bytes, limit: int = LIMIT) -> str:
+def reason(data, limit=LIMIT):
     with pytest.raises(ImageError) as caught:
         decode_rgb(data, limit)
     assert caught.value.reason in REASONS
@@ -78,9 +74,7 @@ for megabytes in sys.argv[2:]:
 """
 
 
-def in_little_memory(
-    folder: Path, files: Iterable[bytes], *megabytes: int
-) -> list[str]:
+def in_little_memory(folder, files, *megabytes):
     """Outcomes of decoding each file in a process whose address space may grow by
     each number of megabytes.
     """
@@ -98,7 +92,7 @@ def in_little_memory(
     return done.stdout.splitlines()
 
 
-def png_chunk(kind: bytes, body: bytes) -> bytes:
+def png_chunk(kind, body):
     return (
         struct.pack(">I", len(body))
         + kind
@@ -107,14 +101,12 @@ def png_chunk(kind: bytes, body: bytes) -> bytes:
     )
 
 
-def with_chunk(png: bytes, kind: bytes, body: bytes) -> bytes:
+def with_chunk(png, kind, body):
     """`png` with a chunk after its header."""
     return png[:33] + png_chunk(kind, body) + png[33:]
 
 
-def png(
-    width: int, height: int, depth: int, colour: int, raw: bytes, *chunks: bytes
-) -> bytes:
+def png(width, height, depth, colour, raw, *chunks):
     header = png_chunk(
         b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
     )
@@ -127,9 +119,7 @@ def png(
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
-def tiff(
-    width: int, height: int, tags: dict[int, tuple[int, int, int]], samples: bytes
-) -> bytes:
+def tiff(width, height, tags, samples):
     """A little-endian, uncompressed, one-strip TIFF; `tags`: tag -> (type, count,
     value).
     """

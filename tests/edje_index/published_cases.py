@@ -1,10 +1,7 @@
 """Checkpoints in the published format with random weights."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -52,7 +49,7 @@ class Case:
     words: int = len(WORDS) + 1
 
 
-def write_case(folder: Path, case: Case, seed: int = 0) -> State:
+def write_case(folder, case, seed=0):
     """Write ``checkpoint.pth`` and ``tokenizer/``; returns the state that was
     written.
     """
@@ -72,7 +69,7 @@ def write_case(folder: Path, case: Case, seed: int = 0) -> State:
     return state
 
 
-def write_tokenizer(folder: Path, case: Case, image_token: bool = True) -> None:
+def write_tokenizer(folder, case, image_token=True):
     """The tokenizer's files; ``config.json`` has the positions and words from
     before training extended them.
     """
@@ -89,7 +86,7 @@ def write_tokenizer(folder: Path, case: Case, image_token: bool = True) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _config(case: Case) -> BertConfig:
+def _config(case):
     return BertConfig(
         vocab_size=case.words,
         hidden_size=case.width,
@@ -102,7 +99,7 @@ def _config(case: Case) -> BertConfig:
     )
 
 
-def _state(case: Case) -> State:
+def _state(case):
     language = BertForMaskedLM(_config(case))
     state = {f"language_model.{k}": v.clone() for k, v in language.state_dict().items()}
     state["text_embeddings.weight"] = state[

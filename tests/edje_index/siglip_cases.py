@@ -2,11 +2,7 @@
 them.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,9 +28,7 @@ TOWERS = "google/siglip2-large-patch16-384"
 
 
 @register_model
-def vit_small_patch8_siglip_32(
-    pretrained: bool = False, **settings: Any
-) -> VisionTransformer:
+def vit_small_patch8_siglip_32(pretrained=False, **settings):
     """The classes of timm's SigLIP at the size of the golden checkpoints."""
     assert not pretrained
     sizes = {
@@ -49,7 +43,7 @@ def vit_small_patch8_siglip_32(
     )
 
 
-def siglip_model(seed: int = 0, activation: str = "gelu_pytorch_tanh") -> SiglipModel:
+def siglip_model(seed=0, activation="gelu_pytorch_tanh"):
     """A small SigLIP of transformers with random weights."""
     shared = {
         "hidden_size": WIDTH,
@@ -76,7 +70,7 @@ def siglip_model(seed: int = 0, activation: str = "gelu_pytorch_tanh") -> Siglip
     return model
 
 
-def write_siglip(folder: Path, model: SiglipModel, size: int = SIZE) -> None:
+def write_siglip(folder, model, size=SIZE):
     """Write the towers, their tokenizer and the settings of their image processor."""
     model.save_pretrained(folder)
     write_text_tokenizer(folder)
@@ -90,7 +84,7 @@ def write_siglip(folder: Path, model: SiglipModel, size: int = SIZE) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
-def write_text_tokenizer(folder: Path) -> None:
+def write_text_tokenizer(folder):
     words = ["<unk>", "<pad>", "<bos>", "<eos>", "a", "dog", "red", "car", "beach"]
     vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -106,7 +100,7 @@ def write_text_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
+def files_of(folder):
     """Contents of the files of a folder, as a repository holds them."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()

@@ -1,10 +1,5 @@
 """Small open_clip models with random weights, of the same classes as the real ones."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import torch
 
 from edje_index.models.clip_config import ClipConfig
@@ -20,7 +15,7 @@ SMALL_TEXT = {
 PREPROCESS = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "resize_mode": "squash"}
 
 
-def clip_config(**vision: Any) -> ClipConfig:
+def clip_config(**vision):
     """open_clip's own transformer: class token, 16 patches of 32 pixels, width 32,
     2 heads.
     """
@@ -36,9 +31,7 @@ def clip_config(**vision: Any) -> ClipConfig:
     return ClipConfig("small-clip", model, {"size": [32, 32]})
 
 
-def timm_config(
-    name: str, size: int, pool: str = "map", embed_dim: int = 192
-) -> ClipConfig:
+def timm_config(name, size, pool="map", embed_dim=192):
     """A timm trunk with a small text tower, set up as open_clip does SigLIP."""
     vision = {
         "image_size": size,
@@ -56,7 +49,7 @@ def timm_config(
     return ClipConfig(name, model, {"size": [size, size], **PREPROCESS})
 
 
-def eval_transform(config: ClipConfig) -> Any:
+def eval_transform(config):
     """open_clip's evaluation transform, from a PIL image to pixels, float32 [3, height,
     width].
     """
@@ -65,16 +58,14 @@ def eval_transform(config: ClipConfig) -> Any:
     return image_transform_v2(preprocess_settings(config), is_train=False)
 
 
-def random_clip(
-    config: ClipConfig, seed: int = 0, hf_text: Path | None = None
-) -> torch.nn.Module:
+def random_clip(config, seed=0, hf_text=None):
     """The model of a configuration with random weights drawn with ``seed``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build_clip(config, hf_text)
 
 
-def random_pixels(config: ClipConfig, count: int = 2) -> torch.Tensor:
+def random_pixels(config, count=2):
     """Float32 [count, 3, height, width]."""
     return torch.randn(
         count, 3, *config.preprocess["size"], generator=torch.Generator().manual_seed(1)

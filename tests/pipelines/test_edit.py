@@ -50,6 +50,27 @@ def passing(root: Path, where: str) -> list[int]:
     return np.flatnonzero(IndexRows(CommittedIndex.open(root)).passing(where)).tolist()
 
 
+def test_values_that_all_rows_share_are_read_filtered_and_edited(tmp_path):
+    rows = 6000
+    tags = [f"keyword {number}" for number in range(100)]
+    given = {
+        "uri": [f"report.pdf#page={page}" for page in range(rows)],
+        "tags": [tags] * rows,
+        "text": ["x" * 10_000] * rows,
+    }
+    with IndexWriter.create(
+        tmp_path / "index", block_shape=(1, 16), embed_dim=2, shard_size=2048
+    ) as writer:
+        ones = np.ones((rows, 1, 16), np.float32)
+        writer.append(ones, np.ones((rows, 2)), given)
+    root = tmp_path / "index"
+    set_columns(root, range(rows), {"licence": ["y" * 12_000] * rows})
+    assert problems_and_counts(root) == []
+    assert len(passing(root, "tags = 'keyword 7' and licence like 'y%'")) == rows
+    (last,) = read_rows(root, [rows - 1]).to_pylist()
+    assert (last["tags"], last["licence"]) == (tags, "y" * 12_000)
+
+
 def test_an_edit_that_changes_nothing_says_why(index):
     said = []
     set_columns(index, [3], {"title": ["Sea"]}, on_event=said.append)

@@ -1,4 +1,4 @@
-"""Model bundles on disk."""
+"""Model bundles on disk, also those of release 0.1 and of random weights."""
 
 import copy
 import json
@@ -13,39 +13,45 @@ import pytest
 import torch
 from transformers import BertConfig, BertTokenizerFast
 
+from edje_index.bundles import info as bundle_info
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.info import INFO_FILE, VISION_WEIGHTS, read_bundle_info
+from edje_index.bundles.info import (
+    INFO_FILE,
+    VISION_WEIGHTS,
+    BundleInfo,
+    read_bundle_info,
+)
+from edje_index.bundles.random_bundle import (
+    TINY,
+    create_untrained_bundle,
+)
 from edje_index.errors import ModelError
 from edje_index.indexing.image_encoder import ImageEncoder, image_tokens
 from edje_index.models import weights
 from edje_index.models.adapter import LOCAL, build_adapter
 from edje_index.models.text_tower import text_tokenizer
+from edje_index.scoring.weights import ScoreWeights
+from tests.conftest import REPO, all_files
 from tests.edje_index.published_cases import WORDS
 from tests.edje_index.towers import random_clip, random_pixels, timm_config
 
 
 def test_round_trip_gives_the_same_outputs_and_fingerprints(tiny_model, tmp_path):
     info = tiny_model.save(tmp_path / "copy")
-    assert (info.fingerprint, info.encoder_fingerprint) == (
-        tiny_model.info.fingerprint,
-        tiny_model.info.encoder_fingerprint,
-    )
-    again = ModelBundle.load(tmp_path / "copy")
+    assert info.fingerprint == tiny_model.info.fingerprint
+    assert info.encoder_fingerprint == tiny_model.info.encoder_fingerprint
     pixels = random_pixels(tiny_model.clip_config)
+    blocks = torch.randn(2, *tiny_model.block_shape)
     texts = ["a red dog", "snow on a mountain"]
-    for left, right in zip(
-        image_tokens(tiny_model.vision, tiny_model.adapter, pixels),
-        image_tokens(again.vision, again.adapter, pixels),
-        strict=True,
-    ):
-        assert torch.equal(left, right)
-    np.testing.assert_array_equal(
-        tiny_model.text.encode(texts), again.text.encode(texts)
-    )
-    blocks = torch.randn(2, *again.block_shape)
-    assert torch.equal(
-        tiny_model.joint.score(texts, blocks), again.joint.score(texts, blocks)
-    )
+    outputs = [
+        (
+            *image_tokens(bundle.vision, bundle.adapter, pixels),
+            torch.from_numpy(bundle.text.encode(texts)),
+            bundle.joint.score(texts, blocks),
+        )
+        for bundle in (tiny_model, ModelBundle.load(info.path))
+    ]
+    assert all(torch.equal(left, right) for left, right in zip(*outputs, strict=True))
 
 
 def test_a_saved_copy_keeps_the_shape_of_a_stored_scalar(tiny_model, tmp_path):
@@ -169,37 +175,31 @@ def test_hugging_face_text_tower_travels_in_the_bundle(tiny_model, tmp_path):
         num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=32,
-        max_position_embeddings=32,
     ).save_pretrained(bert)
     config = timm_config("vit_tiny_patch16_224", 224, pool="token")
-    text = {
+    config.model["text_cfg"] = {
         "hf_model_name": str(bert),
         "hf_tokenizer_name": str(bert),
         "context_length": 12,
         "hf_proj_type": "linear",
     }
-    config.model["text_cfg"] = text
+    sizes = {"vision_dim": 192, "num_heads": 3}
     bundle = replace(
         tiny_model,
         clip=random_clip(config, hf_text=bert),
         clip_config=config,
         text_tokenizer=text_tokenizer(config),
-        adapter=build_adapter(
-            replace(tiny_model.adapter.config, vision_dim=192, num_heads=3)
-        ),
+        adapter=build_adapter(replace(tiny_model.adapter.config, **sizes)),
     )
     info = bundle.save(tmp_path / "bundle")
-    expected = bundle.text.encode(["a dog", "the beach"])
+    texts = ["the beach", "a red dog on the beach " * 9, "a"]
+    expected = bundle.text.encode(texts)
     shutil.rmtree(bert)
     loaded = ModelBundle.load(tmp_path / "bundle")
-    np.testing.assert_array_equal(loaded.text.encode(["a dog", "the beach"]), expected)
+    np.testing.assert_array_equal(loaded.text.encode(texts), expected)
     # padding that the tower masks is not computed
-    texts = ["the beach", "a red dog on the beach " * 9, "a"]
     padded = loaded.clip.encode_text(loaded.text_tokenizer(texts), normalize=True)
-    np.testing.assert_allclose(
-        loaded.text.encode(texts, batch_size=2), padded.numpy(), atol=1e-6
-    )
-    assert expected.shape == (2, 192)
+    np.testing.assert_allclose(expected, padded.numpy(), atol=1e-6)
     assert loaded.save(tmp_path / "again").fingerprint == info.fingerprint
 
 
@@ -208,3 +208,67 @@ def test_a_path_that_is_not_utf_8_is_refused_with_its_reason(tiny_bundle, tmp_pa
     shutil.copytree(tiny_bundle, folder)
     with pytest.raises(ModelError, match=r"is not UTF-8, .*: rename the directory"):
         ModelBundle.load(folder)
+
+
+GOLDEN = REPO / "tests" / "golden" / "release_0_1" / "model"
+
+
+def test_a_bundle_that_is_saved_again_keeps_everything(tmp_path):
+    old = ModelBundle.load(GOLDEN)
+    info = old.save(tmp_path / "again")
+    new = ModelBundle.load(tmp_path / "again")
+    assert (
+        json.loads((tmp_path / "again" / INFO_FILE).read_text())["format_version"] == 2
+    )
+    assert new.score == old.score
+    assert info.encoder_fingerprint == old.info.encoder_fingerprint
+    files = read_bundle_info(GOLDEN).files
+    assert {name for name in files if info.files.get(name) != files[name]} <= {
+        "joint/config.json",
+        "bank.safetensors",
+    }
+    configs = [
+        json.loads((folder / "joint" / "config.json").read_text())
+        for folder in (GOLDEN, tmp_path / "again")
+    ]
+    # that of the library that saved it
+    assert all(config.pop("transformers_version") for config in configs)
+    assert configs[0] == configs[1]
+    states = [bundle.pooled.state_dict() for bundle in (old, new)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ({}, ScoreWeights()),
+        ({"late_weight": 1.0, "pooled_weight": 2.0}, ScoreWeights(late=1.0)),
+    ],
+)
+def test_weights_that_are_left_out(tmp_path, weights, expected):
+    """Parts that the bundle does not hold have no weight."""
+    folder = shutil.copytree(GOLDEN, tmp_path / "model")
+    content = json.loads((GOLDEN / INFO_FILE).read_text())
+    content["joint"] = {"text_embed_dim": 24, "prior_weight": 3.0, **weights}
+    content["fingerprint"] = bundle_info._stored_fingerprint(content)
+    (folder / INFO_FILE).write_text(json.dumps(content))
+    info = read_bundle_info(folder)
+    assert info.joint == {"text_embed_dim": 24}
+    assert info.score.t2i == info.score.i2t == expected
+
+
+def test_equal_seeds_give_equal_bytes(tiny_bundle, tmp_path):
+    create_untrained_bundle(tmp_path / "again", seed=0, sizes=TINY)
+    assert all_files(tmp_path / "again") == all_files(tiny_bundle)
+
+
+def test_default_is_a_small_vit_with_64_by_384_blocks(tmp_path):
+    info: BundleInfo = create_untrained_bundle(tmp_path / "out")
+    assert info.block_shape == (64, 384)
+    assert (info.embed_dim, info.vision["num_patches"], info.vision["num_heads"]) == (
+        384,
+        196,
+        6,
+    )
+    assert info.vision["image_size"] == [224, 224]
+    assert info.trained is False

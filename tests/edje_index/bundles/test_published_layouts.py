@@ -2,14 +2,10 @@
 Hub, with the outputs of the authors' own code.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -47,22 +43,22 @@ def hub(tmp_path, monkeypatch):
         yield hub
 
 
-def towers(tmp_path: Path) -> Files:
+def towers(tmp_path):
     write_siglip(tmp_path / "siglip", siglip_model())
     return files_of(tmp_path / "siglip")
 
 
-def golden(name: str) -> tuple[State, Files]:
+def golden(name):
     """The state of a golden checkpoint, and its tokenizer."""
     state = torch.load(GOLDEN / name / "checkpoint.pth", weights_only=True)["model"]
     return state, files_of(GOLDEN / name / "tokenizer")
 
 
-def in_folder(files: Files, folder: str) -> Files:
+def in_folder(files, folder):
     return {f"{folder}/{name}": data for name, data in files.items()}
 
 
-def safetensors(state: State) -> bytes:
+def safetensors(state):
     """As transformers saves: of a shared tensor one name."""
     seen: dict[int, str] = {}
     for name, tensor in state.items():
@@ -71,7 +67,7 @@ def safetensors(state: State) -> bytes:
     return save({k: v.contiguous() for k, v in state.items() if k in kept})
 
 
-def trainer_pth(name: str) -> Files:
+def trainer_pth(name):
     state, tokenizer = golden(name)
     return {
         "checkpoint_44.pth": torch_file(
@@ -81,12 +77,12 @@ def trainer_pth(name: str) -> Files:
     }
 
 
-def plain_safetensors(name: str) -> Files:
+def plain_safetensors(name):
     state, tokenizer = golden(name)
     return {"model.safetensors": safetensors(state), **tokenizer}
 
 
-def prefixed_safetensors(name: str) -> Files:
+def prefixed_safetensors(name):
     state, tokenizer = golden(name)
     prefixed = {f"edje.model.{key}": tensor for key, tensor in state.items()}
     return {
@@ -97,7 +93,7 @@ def prefixed_safetensors(name: str) -> Files:
     }
 
 
-def sharded_safetensors(name: str) -> Files:
+def sharded_safetensors(name):
     state, tokenizer = golden(name)
     shards: Files = {}
     weight_map = {}
@@ -114,7 +110,7 @@ def sharded_safetensors(name: str) -> Files:
     }
 
 
-def pytorch_bin(name: str) -> Files:
+def pytorch_bin(name):
     state, tokenizer = golden(name)
     module = {f"module.{key}": tensor for key, tensor in state.items()}
     return {
@@ -124,7 +120,7 @@ def pytorch_bin(name: str) -> Files:
     }
 
 
-def tower_inside(name: str) -> Files:
+def tower_inside(name):
     state, tokenizer = golden(name)
     siglip = siglip_model(seed=1).state_dict()
     state |= {f"clip.{key}": tensor for key, tensor in siglip.items()}
@@ -139,7 +135,7 @@ def tower_inside(name: str) -> Files:
     }
 
 
-def without_tokenizer(name: str) -> Files:
+def without_tokenizer(name):
     """The language model on the Hub has neither <image> nor the added positions."""
     state, _ = golden(name)
     return {
@@ -162,13 +158,13 @@ LAYOUTS: dict[str, Callable[[str], Files]] = {
 }
 
 
-def torch_file(content: Any) -> bytes:
+def torch_file(content):
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
 
 
-def check_golden(model: Any, name: str) -> None:
+def check_golden(model, name):
     """The outputs of `model.adapter` and `model.joint` equal those of the authors'
     code.
     """
@@ -216,10 +212,6 @@ def test_every_layout_gives_the_golden_outputs(hub, tmp_path, layout, name):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_bytes(data)
     check_golden(load_published_checkpoint(folder), name)
-    case = json.loads((GOLDEN / name / "case.json").read_text())
-    named = {key: case[key] for key in ("vision_heads", "layer_norm_eps")}
-    files = (GOLDEN / name / "checkpoint.pth", GOLDEN / name / "tokenizer")
-    check_golden(load_published_checkpoint(*files, **named), name)
     weights = next(
         file
         for file in hub.repositories["authors/edje"]
@@ -229,22 +221,22 @@ def test_every_layout_gives_the_golden_outputs(hub, tmp_path, layout, name):
     check_golden(load_published_checkpoint(f"{URL}@main/{weights}"), name)
 
 
-def truncated(state: State, files: Files) -> Files:
+def truncated(state, files):
     data = safetensors(state)
     return {**files, "model.safetensors": data[: len(data) // 2]}
 
 
-def missing_shard(_: State, files: Files) -> Files:
+def missing_shard(_, files):
     del files["model.safetensors"]
     shard = safetensors({"a": torch.zeros(2)})
     return {**files, "model-00001-of-00002.safetensors": shard}
 
 
-def outside_name(_: State, files: Files) -> Files:
+def outside_name(_, files):
     return {**files, "../escaped.json": b"{}"}
 
 
-def several_weights(_: State, files: Files) -> Files:
+def several_weights(_, files):
     other = {f"checkpoint_{number}.pth": b"" for number in (1, 2)}
     del files["model.safetensors"]
     return {**files, **other}

@@ -2,16 +2,11 @@
 itself.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoTokenizer, SiglipModel, SiglipVisionModel
+from transformers import AutoTokenizer, SiglipVisionModel
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.import_models import (
@@ -101,12 +96,12 @@ def test_other_towers_are_refused(change, message):
 
 
 def checkpoint(
-    folder: Path,
-    siglip: SiglipModel,
+    folder,
+    siglip,
     *,
-    dtype: torch.dtype = torch.bfloat16,
-    **config: Any,
-) -> Path:
+    dtype=torch.bfloat16,
+    **config,
+):
     """What the published trainer saves: towers included, in its default type, with
     the state of an optimiser.
     """
@@ -136,22 +131,12 @@ def checkpoint(
         key: tensor.to(dtype) if tensor.is_floating_point() else tensor
         for key, tensor in state.items()
     }
-    parameter = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([parameter], lr=3e-4, weight_decay=0.05)
-    parameter.sum().backward()
-    optimizer.step()
-    settings = {
-        "batch_size": 32,
-        "pretrain_files": ["a.json"],
-        "finetune": False,
-        "num_compressed_tokens": 6,
-    }
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))])
     saved = {
         "model": state,
         "optimizer": optimizer.state_dict(),
-        "config": {**settings, **config},
+        "config": {"finetune": False, "num_compressed_tokens": 6, **config},
         "epoch": 4,
-        "global_step": 12345,
     }
     torch.save(saved, folder / "checkpoint.pth")
     return folder / "checkpoint.pth"
@@ -174,15 +159,6 @@ def test_what_the_trainer_saves_is_read(tmp_path, tower, siglip, dtype):
         expected = siglip.to(dtype).float().vision_model(pixels).last_hidden_state
     features, _ = bundle.vision.encode(pixels)
     torch.testing.assert_close(features, expected, atol=TOLERANCE, rtol=TOLERANCE)
-
-
-def test_a_tuned_tower_is_used(tmp_path, tower):
-    other = siglip_model(3)
-    path = checkpoint(tmp_path / "run", other, dtype=torch.float32)
-    import_checkpoint(path, tower, tmp_path / "bundle")
-    bundle = ModelBundle.load(tmp_path / "bundle")
-    probe = other.vision_model.head.probe
-    assert torch.equal(bundle.clip.visual.trunk.attn_pool.latent, probe)
 
 
 def test_two_different_vision_towers_are_refused(tmp_path, tower, siglip):

@@ -1,7 +1,5 @@
 """The shipped model: its fingerprint, and refusal of other wheels."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 from pathlib import Path
@@ -74,7 +72,7 @@ def test_towers_equal_the_reference_conversion():
         assert all(tensors[key].dtype == expected[key].dtype for key in expected)
 
 
-def towers_on_disk() -> dict[str, dict[str, np.ndarray]]:
+def towers_on_disk():
     return {
         name: load_file(TOWERS / name / "model.safetensors")
         for name in (IMAGE_TOWER, TEXT_TOWER)

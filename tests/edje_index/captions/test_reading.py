@@ -1,12 +1,8 @@
 """Caption files in every format, sound and damaged."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,7 +18,7 @@ from tests.caption_files import read_counted
 NAMES = ("café 猫.jpg", "b.jpg", "c.jpg")
 
 
-def lines(path: Path, *values: object) -> Path:
+def lines(path, *values):
     path.write_text(
         "".join(
             f"{value if isinstance(value, str) else json.dumps(value)}\n"
@@ -31,12 +27,6 @@ def lines(path: Path, *values: object) -> Path:
         "utf-8",
     )
     return path
-
-
-def item(
-    folder: Path, name: str, *captions: str, split: str | None = None
-) -> CaptionedImage:
-    return CaptionedImage(str(folder / name), captions, split)
 
 
 def test_images_may_lie_elsewhere(tmp_path, monkeypatch):
@@ -51,13 +41,9 @@ def test_images_may_lie_elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert read_captions("c.jsonl", images="photos") == found
     assert read_captions("c.jsonl")[0].path == f"{tmp_path}/x/a.jpg"
-    assert [each.path for each in read_captions(file, images="/nowhere")] == [
-        "/nowhere/x/a.jpg",
-        "/abs/b.jpg",
-    ]
 
 
-def tar(path: Path, members: dict[str, bytes]) -> Path:
+def tar(path, members):
     with tarfile.open(path, "w") as archive:
         for name, data in members.items():
             info = tarfile.TarInfo(name)
@@ -76,14 +62,17 @@ def test_webdataset(tmp_path):
             "b.seg.png": b"a mask, no image",
             "c.png": b"pixels",
             "c.json": json.dumps({"caption": "three", "split": "dev"}).encode(),
+            "d.jpg": b"pixels",
+            "d.txt": b" \n",
             "orphan.txt": b"of no image",
         },
     )
     cat, other = (f"{tmp_path}/shard.tar!{name}" for name in ("00/猫.jpg", "c.png"))
-    assert read_captions(file) == [
+    items = [
         CaptionedImage(cat, ("one", "t\u2028w\x0co"), None),
         CaptionedImage(other, ("three",), "dev"),
     ]
+    assert read_counted(file) == (items, 1)
     data = file.read_bytes()
     for damaged in (
         data[: 3 * 512 + 7],
@@ -120,37 +109,20 @@ def test_a_malformed_line_is_named(tmp_path, line, words):
 
 def test_blank_captions_are_left_out_and_counted(tmp_path):
     """One in millions does not end a training; an image with others keeps these."""
-    lines = [
+    file = lines(
+        tmp_path / "c.jsonl",
         {"image": "a.jpg", "captions": ["one", " ", "\u00a0\n"], "split": "train"},
         {"image": "b.jpg", "caption": "", "split": "train"},
-        {"image": "c.jpg", "captions": ["two"], "split": "train"},
         {"image": "d.jpg", "captions": ["\t"], "split": "val"},
-    ]
-    file = tmp_path / "c.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    content = items, blank = read_counted(file)
-    assert items == [
-        item(tmp_path, "a.jpg", "one", split="train"),
-        item(tmp_path, "c.jpg", "two", split="train"),
-    ]
+    )
+    items, blank = read_counted(file)
+    assert items == [CaptionedImage(f"{tmp_path}/a.jpg", ("one",), "train")]
     assert blank == 4
     assert read_counted(file, split="train")[1] == 3
     with pytest.warns(
         RuntimeWarning, match=r"c\.jsonl: missing or blank captions are left out: 4"
     ):
         assert read_captions(file) == items
-    (tmp_path / "c.json").write_text(json.dumps(lines))
-    assert read_counted(tmp_path / "c.json") == content
-    annotations = [{"image_id": 1, "caption": text} for text in ("x", "")]
-    coco = {"images": [{"id": 1, "file_name": "a.jpg"}], "annotations": annotations}
-    (tmp_path / "coco.json").write_text(json.dumps(coco))
-    assert read_counted(tmp_path / "coco.json")[1] == 1
-    shard = tar(
-        tmp_path / "s.tar",
-        {"a.jpg": b"", "a.txt": b" \n", "b.jpg": b"", "b.txt": b"\nx\n"},
-    )
-    items, blank = read_counted(shard)
-    assert ([each.captions for each in items], blank) == ([("x",)], 1)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +130,6 @@ def test_blank_captions_are_left_out_and_counted(tmp_path):
     [
         ("{", r"cannot read .*c\.json: Expecting"),
         ("{}", "is in no known format"),
-        ('{"images": [{"filename": "a"}]}', "in no known format"),
         ('{"images": [{"filename": "a", "sentences": [{}]}]}', "in no known format"),
         (
             '{"images": [{"id": 1, "file_name": "a"}], "annotations": []}',
@@ -196,16 +167,7 @@ def test_tables_that_would_lose_captions_are_refused(tmp_path, name, content, wo
         read_captions(tmp_path / name)
 
 
-def test_columns_of_a_parquet_file_are_named(tmp_path):
-    pq.write_table(
-        pa.table({"Image": ["1.jpg"], "caption": ["x"]}), tmp_path / "c.parquet"
-    )
-    with pytest.raises(UsageError, match="texts: Image, caption"):
-        read_captions(tmp_path / "c.parquet")
-
-
 COCO = [{"id": 9, "file_name": NAMES[0]}, {"id": 5, "file_name": "b.jpg"}]
-TEXT_IDS = [{**each, "id": str(each["id"])} for each in COCO]
 NOTES = [
     {"image_id": image_id, "caption": text}
     for image_id, text in ((5, "a cat\n"), (9, "a dog"), (5, "cats"))
@@ -241,7 +203,7 @@ OF_TABLE = [("a", "dev", "one", "three"), ("b", None, "two")]
 OF_TABLE.append(("https://x/d.jpg", None, "four"))
 
 
-def coco(images: list[Any], notes: list[Any]) -> dict[str, Any]:
+def coco(images, notes):
     return {"images": images, "annotations": notes}
 
 
@@ -261,7 +223,6 @@ FILES = [
     ),
     ("c.json", coco(COCO, NOTES[:1]), [("b.jpg", None, "a cat")], 1),
     ("c.json", coco(COCO, [*NOTES, {"image_id": "9", "caption": None}]), OF_COCO, 1),
-    ("c.json", coco(COCO, [*NOTES, {"image_id": 9, "caption": " "}]), OF_COCO, 1),
     ("t.csv", TABLE, OF_TABLE, 0),
     ("t.tsv", TABLE.replace(",", "\t"), OF_TABLE, 0),
     (

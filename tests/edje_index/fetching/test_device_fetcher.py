@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -36,11 +34,11 @@ def test_every_code_under_every_scale_decodes_to_the_bits_of_the_reference(name)
 
 
 @pytest.mark.parametrize("name", precisions())
-@pytest.mark.parametrize("buffer_bytes", [1, 1000, 1 << 20])
+@pytest.mark.parametrize("buffer_bytes", [1, 1 << 20])
 def test_fetch_equals_the_store(built, name, buffer_bytes):
     store = TokenStore.open(built, name)
     fetcher = DeviceFetcher(store, "cpu", buffer_bytes)
-    for ids in ([], [7], np.random.default_rng(0).integers(0, 50, 120)):
+    for ids in ([], [7], np.random.default_rng(0).integers(0, 50, 20)):
         assert same_bits(to_bf16_array(fetcher.fetch(ids)), store.fetch(ids))
 
 

@@ -1,7 +1,5 @@
 """Inputs: read as planned or refused with a reason."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import io
@@ -12,27 +10,28 @@ import socket
 import tarfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from edje_index.images import transient
 from edje_index.images.decode import REASONS, ImageError
+from edje_index.images.transient import TransientInputError, retry
 from edje_index.inputs import containers, ranges, tars
 from edje_index.inputs import refs as inputs
 from edje_index.inputs.containers import Container, read_packed
 from edje_index.inputs.refs import InputRef, read_bytes
 
 
-def reason(ref: InputRef) -> str:
+def reason(ref):
     with pytest.raises(ImageError) as caught:
         read_bytes(ref)
     assert caught.value.reason in REASONS
     return caught.value.reason
 
 
-def ref_of(path: Path, **values: object) -> InputRef:
+def ref_of(path, **values):
     return dataclasses.replace(InputRef(str(path), os.fsencode(path)), **values)
 
 
@@ -91,27 +90,24 @@ def test_an_error_of_one_archive_leaves_the_others_open(tmp_path, monkeypatch):
     paths = [tmp_path / "a.tar", tmp_path / "b.tar"]
     for path in paths:
         path.write_bytes(b"bytes")
+    pread = os.pread
+    opened = []
+    open_fd = os.open
+    monkeypatch.setattr(os, "open", lambda *a: opened.append(a[0]) or open_fd(*a))
+
+    def broken(fd, size, offset):
+        raise OSError(errno.EIO, "disk")
 
     def read(path):
         container = Container("tar", 5)
         return read_packed(os.fsencode(path), container, 0, size=5, max_bytes=5)
 
-    def pread(fd, size, offset):
-        if is_broken and os.path.samestat(os.fstat(fd), paths[0].stat()):
-            raise OSError(errno.EIO, "disk")
-        return original(fd, size, offset)
-
-    is_broken = False
-    original = os.pread
-    monkeypatch.setattr(os, "pread", pread)
     assert [read(path) for path in paths] == [b"bytes"] * 2
-    is_broken = True
+    opened.clear()
+    monkeypatch.setattr(os, "pread", broken)
     with pytest.raises(OSError, match="disk"):
         read(paths[0])
-    is_broken = False
-    opened = []
-    open_fd = os.open
-    monkeypatch.setattr(os, "open", lambda *a: opened.append(a[0]) or open_fd(*a))
+    monkeypatch.setattr(os, "pread", pread)
     assert [read(path) for path in paths] == [b"bytes"] * 2
     assert opened == [os.fsencode(paths[0])]
 
@@ -160,3 +156,76 @@ def test_threads_that_read_in_order_share_a_stream(
         read = threads.map(lambda offset: opened.read(offset, size), offsets)
         assert list(read) == images
     assert len(begun) == streams
+
+
+ERRORS = ("EIO", "ESTALE", "EMFILE", "ENFILE", "ENOMEM", "ETIMEDOUT")
+CONTENT = b"0123456789"
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """The pauses that were made; none takes time."""
+    made: list[float] = []
+    monkeypatch.setattr("time.sleep", made.append)
+    return made
+
+
+@pytest.fixture
+def ref(tmp_path):
+    path = tmp_path / "photos" / "a.jpg"
+    path.parent.mkdir()
+    path.write_bytes(CONTENT)
+    (path.parent / "b.jpg").write_bytes(CONTENT)
+    return InputRef(str(path), os.fsencode(path), size=len(CONTENT))
+
+
+def failing(call, error, times):
+    """`call`, but the first `times` calls raise `error`."""
+    left = iter(range(times))
+
+    def wrapper(*arguments, **options):
+        if next(left, None) is not None:
+            raise error
+        return call(*arguments, **options)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("call", ["open", "fstat", "pread"])
+@pytest.mark.parametrize("name", ERRORS)
+def test_passing_trouble_is_waited_for(
+    name,
+    call,
+    ref,
+    pauses,
+    monkeypatch,
+):
+    error = OSError(getattr(errno, name), os.strerror(getattr(errno, name)))
+    monkeypatch.setattr(os, call, failing(getattr(os, call), error, times=2))
+    assert read_bytes(ref) == CONTENT
+    assert pauses == list(transient.PAUSES[:2])
+
+
+def test_a_read_that_ends_early_is_repeated(ref, pauses, monkeypatch):
+    pread = os.pread
+    left = iter([b"0123", b""])
+    monkeypatch.setattr(
+        os, "pread", lambda *arguments: next(left, None) or pread(*arguments)
+    )
+    assert read_bytes(ref) == CONTENT
+    monkeypatch.setattr(os, "pread", lambda *arguments: b"")
+    with pytest.raises(TransientInputError, match="ended 10 bytes before the end"):
+        read_bytes(ref)
+    assert pauses == list(transient.PAUSES)
+
+
+def test_memory_is_waited_for(pauses):
+    assert retry(failing(lambda: 7, MemoryError(), times=3), "a.jpg", 1) == 7
+    assert pauses == list(transient.PAUSES)
+    with pytest.raises(
+        TransientInputError, match=r"cannot decode a.jpg: too little memory"
+    ):
+        retry(failing(lambda: 7, MemoryError(), times=100), "a.jpg", 1 << 60)
+    # more memory than any sound image needs is free
+    with pytest.raises(ImageError, match="too-expensive"):
+        retry(failing(lambda: 7, MemoryError(), times=100), "a.jpg", 1)

@@ -1,7 +1,5 @@
 """Preprocessing is open_clip's evaluation transform, bit for bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -32,7 +30,7 @@ MODES: list[dict[str, Any]] = [
 ]
 
 
-def noise(width: int, height: int, seed: int = 0) -> Image.Image:
+def noise(width, height, seed=0):
     rng = np.random.default_rng(seed)
     return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
 

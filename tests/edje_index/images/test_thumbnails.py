@@ -1,7 +1,5 @@
 """Thumbnails: real photos become small JPEGs, and everything else becomes a reason."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io
@@ -20,20 +18,18 @@ from storage_formats.writing.shard_writer import ShardWriter
 from tests.conftest import finish_index
 
 
-def jpeg(colour: tuple[int, int, int]) -> bytes:
+def jpeg(colour):
     out = io.BytesIO()
     Image.new("RGB", (600, 300), colour).save(out, "JPEG")
     return out.getvalue()
 
 
-def entry(row_id: int, uri: str, data: bytes, **fields: object) -> RowEntry:
-    digest = hashlib.sha256(data).hexdigest()
-    return RowEntry(
-        row_id, uri, **{"size": len(data), "content_hash": digest, **fields}
-    )
+def entry(row_id, uri, data, **fields):
+    found = {"size": len(data), "content_hash": hashlib.sha256(data).hexdigest()}
+    return RowEntry(row_id, uri, **{**found, **fields})
 
 
-def write_index(root, entries: list[RowEntry]):
+def write_index(root, entries):
     """An index whose rows table holds `entries`."""
     spec = IndexSpec(len(entries), len(entries), (4, 8), 6)
     kept = np.array([entry.row_id for entry in entries if entry.status == "indexed"])
@@ -46,58 +42,46 @@ def write_index(root, entries: list[RowEntry]):
     return root
 
 
-def only(root, entry: RowEntry):
+def only(root, entry):
     """The thumbnail of an index of one row."""
     return read_thumbnails(write_index(root, [entry]), [0])[0]
 
 
-def colour_of(data: bytes) -> tuple[int, ...]:
-    return tuple(
-        int(value)
-        for value in (
-            np.asarray(Image.open(io.BytesIO(data))).mean(axis=(0, 1)).round(-1)
-        )
-    )
-
-
-def test_a_photo_becomes_a_small_jpeg(tmp_path):
-    data = jpeg((200, 100, 50))
-    (tmp_path / "red.jpg").write_bytes(data)
-    thumbnail = only(tmp_path / "index", entry(0, str(tmp_path / "red.jpg"), data))
-    assert Image.open(io.BytesIO(thumbnail.jpeg)).size == (256, 128)
-    assert colour_of(thumbnail.jpeg) == (200, 100, 50)
-    assert base64.b64decode(thumbnail.data_uri.partition(",")[2]) == thumbnail.jpeg
+def colour_of(data):
+    pixels = np.asarray(Image.open(io.BytesIO(data)))
+    return tuple(pixels.mean(axis=(0, 1)).round(-1))
 
 
 def test_a_member_of_an_archive_is_found(tmp_path):
-    members = {"a/blue.jpg": jpeg((0, 0, 200)), "a/green.jpg": jpeg((0, 200, 0))}
-    with tarfile.open(tmp_path / "photos.tar", "w") as archive:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    uri = f"{tmp_path}/photos.tar!a/green.jpg"
-    assert colour_of(
-        only(tmp_path / "index", entry(0, uri, members["a/green.jpg"])).jpeg
-    ) == (0, 200, 0)
-    absent = only(
-        tmp_path / "other",
-        entry(0, f"{tmp_path}/photos.tar!a/red.jpg", members["a/green.jpg"]),
-    )
-    assert (absent.jpeg, absent.problem) == (
-        None,
-        "missing: the file has no such member: a/red.jpg",
-    )
-    options = {"encoding": "latin-1", "format": tarfile.GNU_FORMAT}
-    with tarfile.open(tmp_path / "old.tar", "w", **options) as archive:
-        info = tarfile.TarInfo("caf\xe9.jpg")
-        info.size = len(members["a/blue.jpg"])
-        archive.addfile(info, io.BytesIO(members["a/blue.jpg"]))
-    uri_of_old = f"{tmp_path}/old.tar!caf%E9.jpg"
-    old = only(tmp_path / "old", entry(0, uri_of_old, members["a/blue.jpg"]))
+    blue = jpeg((0, 0, 200))
+    green = jpeg((0, 200, 0))
+    tars = {
+        "photos.tar": ({}, {"a/blue.jpg": blue, "a/green.jpg": green}),
+        "old.tar": ({"encoding": "latin-1"}, {"caf\xe9.jpg": blue}),
+    }
+    for name, (options, members) in tars.items():
+        with tarfile.open(
+            tmp_path / name, "w", format=tarfile.GNU_FORMAT, **options
+        ) as archive:
+            for member, data in members.items():
+                info = tarfile.TarInfo(member)
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
+
+    def thumbnail(folder, member, data):
+        return only(tmp_path / folder, entry(0, f"{tmp_path}/{member}", data))
+
+    found = thumbnail("found", "photos.tar!a/green.jpg", green)
+    assert Image.open(io.BytesIO(found.jpeg)).size == (256, 128)
+    assert colour_of(found.jpeg) == (0, 200, 0)
+    assert base64.b64decode(found.data_uri.partition(",")[2]) == found.jpeg
+    old = thumbnail("old", "old.tar!caf%E9.jpg", blue)
     assert colour_of(old.jpeg) == (0, 0, 200)
+    absent = thumbnail("absent", "photos.tar!a/red.jpg", green)
+    assert absent.jpeg is None
+    assert absent.problem == "missing: the file has no such member: a/red.jpg"
     os.truncate(tmp_path / "photos.tar", 1000)
-    cut = only(tmp_path / "cut", entry(0, uri, members["a/green.jpg"]))
+    cut = thumbnail("cut", "photos.tar!a/green.jpg", green)
     assert (cut.jpeg, cut.problem.partition(":")[0]) == (None, "truncated-archive")
 
 

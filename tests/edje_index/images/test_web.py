@@ -1,11 +1,8 @@
 """Files on web servers: whole, as ranges, and with servers that fail."""
 
-from __future__ import annotations
-
 import base64
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -22,36 +19,22 @@ from storage_formats.remote.files import (
     read_remote_range,
     remote_version,
 )
-from tests.web_server import Handler, WebServer, serving, web_server
+from tests.web_server import Handler, serving, web_server
 
 DATA = bytes(range(256)) * 40
 
 
-@pytest.fixture(scope="module")
-def running():
-    with web_server() as server:
-        yield server
-
-
 @pytest.fixture
-def server(running, monkeypatch):
+def server(monkeypatch):
     """An empty server; pauses between attempts are short."""
-    for part in (
-        running.files,
-        running.faults,
-        running.responses,
-        running.requests,
-        running.open_requests,
-    ):
-        part.clear()
-    running.ranges = True
     monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
     monkeypatch.setattr(remote, "_LONGEST_PAUSE", 0.02)
     monkeypatch.setattr("edje_index.images.transient.PAUSES", (0.0,))
-    return running
+    with web_server() as running:
+        yield running
 
 
-def ref(server: WebServer, path: str, **fields: object) -> InputRef:
+def ref(server, path, **fields):
     return InputRef(server.url + path, (server.url + path).encode(), **fields)
 
 
@@ -74,7 +57,7 @@ def test_servers_of_a_host_that_send_different_etags_have_one_file(
 ):
     day = "Tue, 24 Nov 2026 10:00:00 GMT"
 
-    def respond(etag: str, modified: str) -> None:
+    def respond(etag, modified):
         headers = {
             "Content-Range": "bytes 0-0/9",
             "ETag": etag,
@@ -103,12 +86,7 @@ def test_passing_trouble_is_overcome(server, fault):
 
 @pytest.mark.parametrize(
     ("status", "reason"),
-    [
-        ("404", "missing"),
-        ("410", "missing"),
-        ("401", "unreadable"),
-        ("403", "unreadable"),
-    ],
+    [("404", "missing"), ("410", "missing"), ("403", "unreadable")],
 )
 def test_refusals_are_not_repeated(server, status, reason):
     server.files["/a.jpg"] = DATA
@@ -132,9 +110,7 @@ def test_large_files_are_refused_before_they_are_read(server):
         {"Content-Length": "999999999999"},
         b"x",
     )
-    chunks = (
-        b"".join(b"400\r\n" + bytes(1024) + b"\r\n" for _ in range(100)) + b"0\r\n\r\n"
-    )
+    chunks = (b"400\r\n" + bytes(1024) + b"\r\n") * 100 + b"0\r\n\r\n"
     server.responses["/endless.jpg"] = lambda headers: (
         200,
         {"Transfer-Encoding": "chunked", "Content-Length": ""},
@@ -149,23 +125,16 @@ def test_large_files_are_refused_before_they_are_read(server):
 
 
 def test_redirects(server):
+    def redirect(path, location):
+        server.responses[path] = lambda headers: (302, {"Location": location}, b"")
+        return f"{server.url}{path}"
+
     server.files["/b.jpg"] = DATA
-    server.responses["/a.jpg"] = lambda headers: (302, {"Location": "/b.jpg"}, b"")
-    server.responses["/loop.jpg"] = lambda headers: (
-        302,
-        {"Location": "/loop.jpg"},
-        b"",
-    )
-    server.responses["/local.jpg"] = lambda headers: (
-        302,
-        {"Location": "file:///etc/hostname"},
-        b"",
-    )
-    assert read_remote(f"{server.url}/a.jpg", 1 << 20) == DATA
+    assert read_remote(redirect("/a.jpg", "/b.jpg"), 1 << 20) == DATA
     with pytest.raises(UnreachableError, match="redirects"):
-        read_remote(f"{server.url}/loop.jpg", 1 << 20)
+        read_remote(redirect("/loop.jpg", "/loop.jpg"), 1 << 20)
     with pytest.raises(OSError, match="not a valid URL"):
-        read_remote(f"{server.url}/local.jpg", 1 << 20)
+        read_remote(redirect("/local.jpg", "file:///etc/hostname"), 1 << 20)
 
 
 def test_a_server_that_stalls(server, monkeypatch):
@@ -181,7 +150,7 @@ def test_a_server_that_stalls(server, monkeypatch):
 class Dripping(Handler):
     """Sends one byte every 50 ms, for 5 seconds."""
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.respond(200, [("Content-Length", "100")], b"")
         for _ in range(100):
             self.wfile.write(b"x")
@@ -205,7 +174,7 @@ def test_the_pause_that_a_server_asks_for_is_made(server, monkeypatch):
     monkeypatch.setattr(remote, "_LONGEST_PAUSE", 10)
     started = time.monotonic()
 
-    def answer(headers: dict[str, str]) -> Any:
+    def answer(headers):
         if time.monotonic() - started < 1:
             return 429, {"Retry-After": "1"}, b""
         return 200, {}, DATA
@@ -235,7 +204,7 @@ def test_requests_go_through_the_proxy_of_the_environment(
 ):
     seen: list[str] = []
 
-    def answer(headers: dict[str, str]) -> Any:
+    def answer(headers):
         seen.append(headers["proxy-authorization"])
         return 200, {}, DATA
 

@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import io
 from dataclasses import replace
-from pathlib import Path
 
 import faiss
 import numpy as np
@@ -25,13 +22,6 @@ SPEC = IndexSpec(300, 64, (2, 4), 12)
 HOLES = frozenset({0, 70, 299})
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("index")
-    write_random_index(folder, SPEC, failed=HOLES)
-    return folder
-
-
 @pytest.fixture
 def own_root(tmp_path):
     """An index of its own for each test, to damage."""
@@ -41,79 +31,55 @@ def own_root(tmp_path):
     return folder
 
 
-def embeddings(root):
-    return read_embeddings(CommittedIndex.open(root), np.arange(SPEC.rows))
-
-
 KINDS = {"Flat": "flat", "IVF17,Flat": "ivf-flat", "IVF17,PQ6x4fs": "ivf-pq"}
 
 
 @pytest.mark.parametrize("factory", KINDS)
-def test_nearest_rows_are_those_of_a_flat_search(root, factory):
-    description = add_ann(root, AnnRequest(ann=factory, recall=1)).ann
+def test_nearest_rows_are_those_of_a_flat_search(own_root, factory):
+    description = add_ann(own_root, AnnRequest(ann=factory, recall=1)).ann
     assert (description["kind"], description["vectors"]) == (KINDS[factory], 297)
-    vectors = embeddings(root)
+    opened = CommittedIndex.open(own_root)
+    vectors = read_embeddings(opened, np.arange(SPEC.rows))
     kept = np.array([row for row in range(SPEC.rows) if row not in HOLES])
     oracle = faiss.IndexFlatIP(SPEC.embed_dim)
     oracle.add(vectors[kept])
-    index = AnnIndex(CommittedIndex.open(root))
+    index = AnnIndex(opened)
     for row in kept[::25]:
         rows, scores = index.nearest(vectors[row], 7)
-        expected_scores, expected = oracle.search(vectors[row][None], 7)
-        # codes may miss a neighbour, but the scores of the others are exact
-        if factory == "IVF17,PQ6x4fs":
-            np.testing.assert_allclose(scores, vectors[rows] @ vectors[row], atol=1e-6)
-            assert (np.diff(scores) <= 0).all()
-        else:
-            assert rows.tolist() == kept[expected[0]].tolist()
-            np.testing.assert_allclose(scores, expected_scores[0], atol=1e-6)
+        _, (expected,) = oracle.search(vectors[row][None], 7)
+        np.testing.assert_allclose(scores, vectors[rows] @ vectors[row], atol=1e-6)
+        assert (np.diff(scores) <= 0).all()
         assert rows[0] == row
+        # codes may miss a neighbour
+        assert factory == "IVF17,PQ6x4fs" or rows.tolist() == kept[expected].tolist()
     assert len(index.nearest(vectors[1], 10_000)[0]) == 297
-    with pytest.raises(
-        ModelError, match="has width 5, but the embeddings of the index have width 12"
-    ):
+    with pytest.raises(ModelError, match="has width 5"):
         index.nearest(np.ones(5, np.float32), 1)
-    request = AnnRequest(ann=factory)
     # the same bytes
-    assert build_ann(Directory(root), SPEC, request=request) == build_ann(
-        Directory(root), SPEC, request=request
+    request = AnnRequest(ann=factory)
+    one, other = (
+        build_ann(Directory(own_root), SPEC, request=request) for _ in range(2)
     )
+    assert one == other
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"nonsense", r"has 8 bytes instead of the \d+ that were committed"),
-        (bytes, r"has CRC-32C \w+ instead of"),
-        (None, "No such file or directory"),
-    ],
-)
-def test_a_damaged_or_missing_file_is_one_clear_error(own_root, content, message):
+def test_a_damaged_or_missing_file_is_one_clear_error(own_root):
     path = ann_path(own_root)
-    data = content(path.stat().st_size) if content is bytes else content
-    path.unlink()
-    if data is not None:
-        path.write_bytes(data)
-    with pytest.raises(CorruptIndexError, match=message) as error:
-        AnnIndex(CommittedIndex.open(own_root))
-    assert error.value.remedy == "verify"
-
-
-def commit(root: Path, index: faiss.Index) -> None:
-    """Make `index` the FAISS file of the index at `root`, with a correct checksum
-    in `index.json`.
-    """
-    layout = Directory(root)
-    manifest = Manifest.load(root)
-    faiss.write_index(index, str(layout.ann / "index.faiss"))
-    files = [FileEntry.of(layout, layout.ann / "index.faiss").to_json()]
-    replace(manifest, ann={**manifest.ann, "files": files}).write(layout)
+    for damage, message in (
+        (lambda: path.write_bytes(bytes(path.stat().st_size)), "has CRC-32C"),
+        (lambda: path.write_bytes(b"nonsense"), "has 8 bytes instead of"),
+        (path.unlink, "No such file or directory"),
+    ):
+        damage()
+        with pytest.raises(CorruptIndexError, match=message) as error:
+            AnnIndex(CommittedIndex.open(own_root))
+        assert error.value.remedy == "verify"
 
 
 def test_lists_on_disk_are_refused(own_root, tmp_path):
     """FAISS would open the file that holds the lists for writing, whatever its path."""
-    vectors = embeddings(own_root)
-    vectors = vectors[~np.isnan(vectors[:, 0])]
+    kept = np.array([row for row in range(SPEC.rows) if row not in HOLES])
+    vectors = read_embeddings(CommittedIndex.open(own_root), kept)
     lists = faiss.IndexIVFFlat(
         faiss.IndexFlatIP(SPEC.embed_dim), SPEC.embed_dim, 1, faiss.METRIC_INNER_PRODUCT
     )
@@ -121,7 +87,11 @@ def test_lists_on_disk_are_refused(own_root, tmp_path):
     on_disk = faiss.OnDiskInvertedLists(1, lists.code_size, str(tmp_path / "lists"))
     lists.replace_invlists(on_disk)
     lists.add_with_ids(vectors, np.arange(len(vectors)))
-    commit(own_root, lists)
+    layout = Directory(own_root)
+    manifest = Manifest.load(own_root)
+    faiss.write_index(lists, str(layout.ann / "index.faiss"))
+    files = [FileEntry.of(layout, layout.ann / "index.faiss").to_json()]
+    replace(manifest, ann={**manifest.ann, "files": files}).write(layout)
     with pytest.raises(
         CorruptIndexError,
         match="contains the structure 'ilod' instead of ilar",
@@ -129,7 +99,7 @@ def test_lists_on_disk_are_refused(own_root, tmp_path):
         AnnIndex(CommittedIndex.open(own_root))
 
 
-@pytest.mark.parametrize("factory", ["Flat", "IVF3,Flat", "IVF30,Flat", "IVF3,PQ2x4fs"])
+@pytest.mark.parametrize("factory", ["Flat", "IVF3,Flat", "IVF3,PQ2x4fs"])
 def test_damage_behind_a_correct_checksum_is_an_error_or_harmless(tmp_path, factory):
     """Sizes and ids that are huge or negative, and files that end early, never
     reach FAISS.

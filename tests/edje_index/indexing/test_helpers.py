@@ -2,15 +2,12 @@
 kills or hangs one fails alone.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import psutil
@@ -69,7 +66,7 @@ def jobs(tmp_path):
     return jobs
 
 
-def add_faults(jobs: Jobs, actions: dict[int, str]) -> None:
+def add_faults(jobs, actions):
     for number, action in actions.items():
         with Image.open(jobs[number][1].uri) as image:
             image.load()
@@ -91,18 +88,18 @@ def nothing_left_behind():
     wait_for_end(set(psutil.Process().children(recursive=True)) - before)
 
 
-def wait_for_end(processes: set[psutil.Process]) -> None:
+def wait_for_end(processes):
     assert psutil.wait_procs(processes, timeout=20)[1] == []
 
 
-def untimed(columns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def untimed(columns):
     return [
         {name: value for name, value in each.items() if "seconds" not in name}
         for each in columns
     ]
 
 
-def prepare_all(helpers: Helpers, jobs: Jobs, step: int = 4) -> list[dict[str, Any]]:
+def prepare_all(helpers, jobs, step=4):
     parts = [jobs[start : start + step] for start in range(0, len(jobs), step)]
     with ThreadPoolExecutor(helpers.count) as pool:
         return untimed(
@@ -110,7 +107,7 @@ def prepare_all(helpers: Helpers, jobs: Jobs, step: int = 4) -> list[dict[str, A
         )
 
 
-def in_process(jobs: Jobs) -> tuple[list[dict[str, Any]], np.ndarray]:
+def in_process(jobs):
     pixels = np.zeros((len(jobs), *PREPARATION.shape), np.uint8)
     return untimed([PREPARATION.run(ref, pixels[at]) for at, ref in jobs]), pixels
 
@@ -145,7 +142,7 @@ def test_killed_processes_are_replaced(jobs, victim):
     helpers.prepare(jobs[:1])
     rng = np.random.default_rng(0)
     with ThreadPoolExecutor(1) as pool:
-        for _ in range(10 if victim == "helper" else 1):
+        for _ in range(5 if victim == "helper" else 1):
             helpers.pixels[:] = 0
             prepared = pool.submit(prepare_all, helpers, jobs)
             time.sleep(rng.uniform(0, 0.02))

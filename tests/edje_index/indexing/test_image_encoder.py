@@ -6,13 +6,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.errors import ModelError
 from edje_index.indexing.image_encoder import ImageEncoder, image_tokens
-from tests.edje_index.towers import eval_transform, random_pixels
+from tests.edje_index.towers import random_pixels
 
 
 @pytest.mark.parametrize(
@@ -51,34 +50,19 @@ def test_the_patches_of_all_frames_of_a_clip_are_those_of_one_image(
     tiny_bundle, tiny_model
 ):
     encoder = ImageEncoder.open(tiny_bundle, device="cpu")
-    clips = random_pixels(tiny_model.clip_config, count=6).unflatten(0, (2, 3))
-    tokens, embeddings = encoder.encode(clips)
-    for clip, clip_tokens, embedding in zip(clips, tokens, embeddings, strict=True):
-        frames = [tiny_model.vision.encode(frame[None]) for frame in clip]
-        expected = tiny_model.adapter(
-            torch.cat([patches for patches, _ in frames], dim=1)
-        )[0]
-        np.testing.assert_allclose(
-            clip_tokens.astype(np.float32), expected.detach(), rtol=2**-7, atol=1e-4
-        )
-        total = np.sum([pooled[0].numpy() for _, pooled in frames], axis=0)
-        np.testing.assert_allclose(
-            embedding, total / np.linalg.norm(total), rtol=1e-5, atol=1e-6
-        )
+    frames = random_pixels(tiny_model.clip_config, count=6)
+    tokens, embeddings = encoder.encode(frames.unflatten(0, (2, 3)))
+    patches, pooled = tiny_model.vision.encode(frames)
+    expected = tiny_model.adapter(patches.reshape(2, -1, patches.shape[2])).detach()
+    np.testing.assert_allclose(
+        tokens.astype(np.float32), expected, rtol=2**-7, atol=1e-4
+    )
+    totals = pooled.unflatten(0, (2, 3)).sum(dim=1)
+    units = torch.nn.functional.normalize(totals)
+    np.testing.assert_allclose(embeddings, units, rtol=1e-5, atol=1e-6)
 
 
-def test_pixels_are_normalised_as_open_clip_does(tiny_bundle):
-    encoder = ImageEncoder.open(tiny_bundle, device="cpu")
-    config = ModelBundle.load(tiny_bundle).clip_config
-    image = Image.effect_noise((50, 41), 90).convert("RGB")
-    expected = eval_transform(config)(image)
-    assert torch.equal(encoder.normalize(encoder.preprocess(image)), expected)
-    assert encoder.normalize(expected) is expected
-
-
-@pytest.mark.parametrize(
-    "kind", ["compressed", "local", "strided", "clustered", "pruned"]
-)
+@pytest.mark.parametrize("kind", ["compressed", "clustered", "pruned"])
 @torch.inference_mode()
 def test_a_tower_and_an_adapter_in_bfloat16_give_similar_tokens(tmp_path, kind):
     """As on a GPU."""

@@ -1,13 +1,9 @@
 """Adapters made from a configuration, and reductions without training."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from edje_index.errors import ModelError
 from edje_index.models.adapter import (
@@ -75,17 +71,16 @@ def test_refuses(changes, message):
         build_adapter(replace(CONFIG, **changes))
 
 
-def random_tokens(b: int, n: int, d: int, seed: int = 0) -> torch.Tensor:
+def random_tokens(b, n, d, seed=0):
     return torch.randn(b, n, d, generator=torch.Generator().manual_seed(seed))
 
 
-@given(st.integers(1, 60).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))))
-def test_stride_spreads_evenly_whatever_the_counts(sizes):
-    n, m = sizes
-    positions = stride_tokens(torch.arange(n)[None, :, None], m)[0, :, 0]
-    assert positions[0] == 0
-    assert len(positions) == m
-    assert set(torch.diff(positions).tolist()) <= {n // m, -(-n // m)}
+def test_stride_spreads_evenly_whatever_the_counts():
+    for n in range(1, 40):
+        for m in range(1, n + 1):
+            positions = stride_tokens(torch.arange(n)[None, :, None], m)[0, :, 0]
+            assert (positions[0], len(positions)) == (0, m)
+            assert set(torch.diff(positions).tolist()) <= {n // m, -(-n // m)}
 
 
 def test_prune_keeps_the_most_attended_in_image_order():

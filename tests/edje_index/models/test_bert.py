@@ -1,7 +1,5 @@
 """The BERT that only computes, against transformers and open_clip."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np
@@ -9,9 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from open_clip.tokenizer import get_clean_fn
+from transformers import BertConfig, BertModel
 
 from edje_index.errors import ModelError
-from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.bert import Bert, BertWeights
 from edje_index.models.clip_config import ClipConfig
 from edje_index.models.clip_model import build_clip
@@ -25,11 +24,6 @@ from edje_index.models.text_tower import (
 from edje_index.models.weights import save_weights
 from tests.conftest import REPO
 
-prepare_torchvision()
-
-from open_clip.tokenizer import get_clean_fn  # noqa: E402
-from transformers import BertConfig, BertModel  # noqa: E402
-
 SIZES = {
     "hidden_size": 24,
     "num_hidden_layers": 3,
@@ -38,7 +32,7 @@ SIZES = {
 }
 
 
-def stock_bert(**settings: object) -> BertModel:
+def stock_bert(**settings):
     torch.manual_seed(1)
     return BertModel(
         BertConfig(**SIZES, vocab_size=50, max_position_embeddings=20, **settings)
@@ -71,7 +65,7 @@ def test_hidden_states_equal_those_of_transformers(activation, eps):
         )
 
 
-def bert(stock: BertModel, dtype: torch.dtype = torch.float32) -> Bert:
+def bert(stock, dtype=torch.float32):
     weights = BertWeights(
         stock.state_dict(), "", source="the test", device=torch.device("cpu")
     )
@@ -97,27 +91,6 @@ def test_what_is_no_bert_encoder_is_refused(change, message):
     )
     with pytest.raises(ModelError, match=message):
         Bert({**stock.config.to_dict(), **change}, weights, source="the test")
-
-
-def test_a_scorer_equals_the_joint_encoder(tiny_model):
-    joint = tiny_model.joint
-    captions = ["a dog", "", "two red cars in the snow and a very long rest " * 3]
-    blocks = torch.randn(3, 4, 16, generator=torch.Generator().manual_seed(3))
-    inputs = joint.tokenizer.inputs(captions, 4)
-    with torch.inference_mode():
-        torch.testing.assert_close(
-            joint.scorer().score(captions, blocks),
-            joint(inputs, blocks),
-            atol=1e-5,
-            rtol=0,
-        )
-        texts = joint.tokenizer.inputs(captions, 0)
-        mask = texts.attention_mask[:, :, None]
-        hidden = joint.hidden_states(texts, torch.empty(0, 0, 16))
-        expected = (hidden * mask).sum(dim=1) / mask.sum(dim=1)
-        torch.testing.assert_close(
-            joint.scorer().sentence_vectors(texts), expected, atol=1e-5, rtol=0
-        )
 
 
 TEXTS = [

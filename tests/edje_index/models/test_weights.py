@@ -1,7 +1,5 @@
 """Weights on disk and their data types."""
 
-from __future__ import annotations
-
 import errno
 import resource
 
@@ -18,7 +16,7 @@ from edje_index.models.weights import (
 
 
 class Tied(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = torch.nn.Linear(2, 3)
         self.second = torch.nn.Linear(2, 3)

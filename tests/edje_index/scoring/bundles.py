@@ -1,9 +1,6 @@
 """A bundle with every part of the final score, from random numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -18,9 +15,7 @@ WEIGHTS = DirectionWeights(
 )
 
 
-def random_pooled_similarity(
-    bundle: ModelBundle, captions: list[str]
-) -> PooledSimilarity:
+def random_pooled_similarity(bundle, captions):
     """A pooled similarity that counts the words of `captions`."""
     word_ids = sorted(
         {word for ids in bundle.joint.tokenizer.caption_ids(captions) for word in ids}
@@ -38,7 +33,7 @@ def random_pooled_similarity(
     return pooled
 
 
-def bundle_with_all_parts(path: Path) -> ModelBundle:
+def bundle_with_all_parts(path):
     """The bundle at `path` with all parts of the final score."""
     bundle = ModelBundle.load(path)
     pooled = random_pooled_similarity(bundle, ["a dog", "two cats and a house"])

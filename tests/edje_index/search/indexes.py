@@ -1,9 +1,5 @@
 """A small index of random images, built with a tiny random model."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 from PIL import Image
 
@@ -16,12 +12,12 @@ HOLE = 5
 DUPLICATE_ROW = 12
 
 
-def photo(root: Path, row: int) -> Path:
+def photo(root, row):
     """The image of a row of the index at `root`."""
     return root.parent / "photos" / f"{row:02}.png"
 
 
-def build_photos(folder: Path) -> tuple[Path, Path]:
+def build_photos(folder):
     """The index and its bundle in `folder`. Row `HOLE` is no image and row
     `DUPLICATE_ROW` duplicates row 0.
     """

@@ -1,7 +1,5 @@
 """Groups of near duplicates."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np
@@ -61,7 +59,7 @@ def test_cells_find_the_pairs_that_an_exact_search_finds(monkeypatch):
     embeddings[1::10] = embeddings[::10] + 0.05 * rng.normal(size=(300, 32))
     embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
 
-    def pairs() -> set[tuple[int, int]]:
+    def pairs():
         first, second = duplicates._pairs(embeddings, 0.95)
         both = zip(first.tolist(), second.tolist(), strict=True)
         return {pair for pair in both if pair[0] < pair[1]}

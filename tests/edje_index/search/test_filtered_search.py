@@ -2,13 +2,10 @@
 deleted row.
 """
 
-from __future__ import annotations
-
 import itertools
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +21,6 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import read_rows
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import write_arrays
-from tests.edje_index.search.indexes import build_photos
 
 ROWS = 700
 WIDTH = 6
@@ -67,7 +63,7 @@ FILTERS = [
 ]
 
 
-def exhaustive(root: Path, query: np.ndarray, where: str, k: int) -> list[int]:
+def exhaustive(root, query, where, k):
     """Row ids by pandas and a full matrix product."""
     rows = read_rows(root).to_pandas()
     condition = {
@@ -114,39 +110,23 @@ def test_a_filter_ends_at_its_time_limit(index):
     assert rows_table.passing("size < 500").any()
 
 
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory):
-    return build_photos(tmp_path_factory.mktemp("photos"))[0]
+def test_hits_pass_the_filter(built):
+    index = TokenIndex.open(built[0])
 
+    def rows(hits):
+        return [hit.row_id for hit in hits]
 
-def test_hits_pass_the_filter(photos):
-    index = TokenIndex.open(photos)
     ranked = index.search("a dog", 11, 11, score="embedding")
-    even = [hit for hit in ranked if hit.row_id % 2 == 0]
+    even = [row for row in rows(ranked) if row % 2 == 0][:3]
     where = "row_id in (0, 2, 4, 6, 8, 10, 12)"
-    assert [
-        hit.row_id for hit in index.search("a dog", 3, score="embedding", where=where)
-    ] == [hit.row_id for hit in even[:3]]
-    best = sorted(
-        index.search("a dog", 3, 3, where=where), key=lambda hit: -hit.embedding_score
-    )
-    assert [hit.row_id for hit in best] == [hit.row_id for hit in even[:3]]
+    assert rows(index.search("a dog", 3, score="embedding", where=where)) == even
+    assert {*rows(index.search("a dog", 3, 3, where=where))} == {*even}
     assert index.search(["a dog", "a cat"], where="width > 1000") == [[], []]
-    assert (
-        index.search_image(ranked[0].uri, 5, where=f"row_id != {ranked[0].row_id}")[
-            0
-        ].row_id
-        != ranked[0].row_id
-    )
-    assert {hit.row_id for hit in index.search_image(2, 9, where="row_id < 4")} == {
-        0,
-        1,
-        3,
-    }
+    for query in (2, ranked[0].uri):
+        hits = index.search_image(query, 9, where="row_id < 4")
+        assert {*rows(hits)} == {0, 1, 2, 3} - ({2} if query == 2 else set())
     for search in (index.search, index.search_image):
-        with pytest.raises(
-            UsageError, match=r"no column licence; .*; the columns are row_id"
-        ):
+        with pytest.raises(UsageError, match="no column licence"):
             search("a dog", where="licence = 'cc0'")
 
 

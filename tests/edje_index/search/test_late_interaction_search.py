@@ -1,14 +1,13 @@
 """Late-interaction search beside plain NumPy."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 from edje_index.search.late_interaction_search import LateInteractionSearch, max_sim
 from pipelines.jobs.ann import add_ann
-from storage_formats import TokenStore, verify_index
+from storage_formats import IndexWriter, TokenStore
 from storage_formats.codecs import kernels
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec
@@ -108,32 +107,49 @@ def test_candidates_come_from_the_embeddings(written):
         (hit.row_id, hit.score) for hit in again
     ]
     assert hits[:5] == index.search(query, k=5, embedding=embedding, pool=30)
+    for candidates in ({"embedding": embedding, "pool": 300}, {"row_ids": range(300)}):
+        few = index.search(query, k=300, where="row_id < 100", **candidates)
+        assert {hit.row_id for hit in few} == {*range(100)}
 
 
 def test_holes_are_left_out(tmp_path):
     write_random_index(tmp_path, IndexSpec(10, 4, (4, 16), 8), failed=frozenset({0, 5}))
-    index = LateInteractionSearch.open(tmp_path)
     query = np.ones((1, 16), dtype=np.float32)
-    assert {hit.row_id for hit in index.search(query, k=10, row_ids=range(10))} == set(
-        range(10)
-    ) - {0, 5}
-    assert index.search(query, row_ids=[5]) == []
-    assert index.search(query, row_ids=[]) == []
 
+    def rows(**candidates):
+        index = LateInteractionSearch.open(tmp_path)
+        hits = index.search(query, k=10, **candidates)
+        return sorted(hit.row_id for hit in hits)
 
-def test_an_index_without_nearest_neighbours_says_what_to_do(tmp_path):
-    write_random_index(tmp_path, IndexSpec(10, 4, (4, 16), 8))
+    sound = [1, 2, 3, 4, 6, 7, 8, 9]
+    assert rows(row_ids=range(10)) == sound
+    assert rows(row_ids=[5]) == rows(row_ids=[]) == []
     with pytest.raises(UsageError, match="has no nearest-neighbour index"):
-        LateInteractionSearch.open(tmp_path).search(
-            np.ones((1, 16)), embedding=np.ones(8)
-        )
+        rows(embedding=np.ones(8))
     add_ann(tmp_path)
-    assert verify_index(tmp_path) == []
-    assert (
-        len(
-            LateInteractionSearch.open(tmp_path).search(
-                np.ones((1, 16)), embedding=np.ones(8)
-            )
-        )
-        == 10
-    )
+    assert rows(embedding=np.ones(8)) == sound
+
+
+def test_vectors_of_unequal_numbers_fill_their_blocks(tmp_path):
+    rng = np.random.default_rng(0)
+    vectors = [
+        rng.standard_normal((count, 8)).astype(np.float16) for count in (4, 1, 3)
+    ]
+    with IndexWriter.create(tmp_path / "i", block_shape=(4, 8), embed_dim=8) as writer:
+        for wrong in (
+            [np.zeros((0, 8))],
+            [np.zeros((5, 8))],
+            [np.zeros((2, 7))],
+            [np.zeros(8)],
+        ):
+            with pytest.raises(
+                UsageError, match=r"blocks\[0\] must have the shape \[1 to 4, 8\]"
+            ):
+                writer.append(wrong, np.ones((1, 8)))
+        writer.append(vectors[:2], np.ones((2, 8)), ["a", "b"])
+        writer.append([torch.from_numpy(vectors[2])], np.ones((1, 8)))
+    search = LateInteractionSearch.open(tmp_path / "i")
+    query = rng.standard_normal((5, 8)).astype(np.float32)
+    stored = [torch.from_numpy(each).bfloat16().float().numpy() for each in vectors]
+    expected = [float((query @ each.T).max(axis=1).sum()) for each in stored]
+    assert search.store.max_sim(query, [0, 1, 2]) == pytest.approx(expected, abs=1e-4)

@@ -12,14 +12,13 @@ from langchain_tests.integration_tests import RetrieversIntegrationTests
 from edje_index import TokenIndex
 from edje_index.integrations import langchain
 from storage_formats import UsageError
-from tests.edje_index.search.indexes import build_photos
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory):
-    return TokenIndex.open(build_photos(tmp_path_factory.mktemp("photos"))[0])
+def index(built):
+    return TokenIndex.open(built[0])
 
 
 class TestRetriever(RetrieversIntegrationTests):

@@ -1,11 +1,8 @@
 """The settings of torch in the program that calls the library change no result."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,11 +21,10 @@ from edje_index.bundles.random_bundle import TINY
 from edje_index.evaluation.explain import explain_index
 from pipelines import build_index
 from storage_formats import TokenStore
-from tests.edje_index.search.indexes import build_photos
 
 
 @contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype):
     torch.set_default_dtype(dtype)
     try:
         yield
@@ -37,7 +33,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def default_device(device: str) -> Iterator[None]:
+def default_device(device):
     torch.set_default_device(device)
     try:
         yield
@@ -47,14 +43,12 @@ def default_device(device: str) -> Iterator[None]:
 
 SETTINGS: dict[str, Callable[[], Any]] = {
     "float64": lambda: default_dtype(torch.float64),
-    "bfloat16": lambda: default_dtype(torch.bfloat16),
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "device": lambda: torch.device("meta"),
     "default device": lambda: default_device("meta"),
 }
 
 
-def results(root: Path, model: Path, folder: Path) -> dict[str, Any]:
+def results(root, model, folder):
     """The results of all kinds of computations, on newly loaded models."""
     image = Image.new("RGB", (40, 30), "red")
     index = TokenIndex.open(root, score="logit=1,late=1,embedding=20")
@@ -82,12 +76,6 @@ def results(root: Path, model: Path, folder: Path) -> dict[str, Any]:
         },
         "explain": (explained.words, explained.match and explained.match.parts),
     }
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    root = build_photos(tmp_path_factory.mktemp("photos"))[0]
-    return root, Path(TokenIndex.open(root).model.info.path)
 
 
 @pytest.fixture(scope="module")

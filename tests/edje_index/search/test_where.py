@@ -2,8 +2,6 @@
 clear error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json
@@ -45,7 +43,7 @@ TIMES = st.datetimes(datetime.datetime(2024, 1, 1), datetime.datetime(2024, 1, 3
 )
 
 
-def nullable(values: st.SearchStrategy) -> st.SearchStrategy:
+def nullable(values):
     return st.one_of(st.none(), values)
 
 
@@ -62,82 +60,63 @@ ROW = st.fixed_dictionaries(
         "exif.make": nullable(WORDS),
     }
 )
-Pair = tuple[str, str]
-"""An expression, and the same for SQLite."""
+OPERATORS = st.sampled_from(["=", "!=", "<>", "<", "<=", ">", ">="])
+WHOLE = st.one_of(SMALL.map(str), st.sampled_from([str(2**62), "+1", "1e0", "-2.0"]))
+NUMBERS = st.one_of(SMALL.map(str), FLOATS.map(repr), st.sampled_from(["-2.50", ".5"]))
+WHOLE_COLUMNS = st.sampled_from(["width", "n"])
+NUMERIC = st.sampled_from(["width", "n", "score"])
+TEXTUAL = st.sampled_from(["licence", "uri", '"exif.make"'])
+TEXTS = WORDS.map(lambda text: "'" + text.replace("'", "''") + "'")
+IN = st.sampled_from(["in", "NOT IN"])
 
 
-def quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
+def pairs(expression, sql, *parts):
+    """Expressions, and the same for SQLite, with `parts` in place of the braces."""
+    return st.tuples(*parts).map(
+        lambda values: (expression.format(*values), sql.format(*values))
+    )
 
 
-def of_any(condition: str) -> str:
+def same(expression, *parts):
+    return pairs(expression, expression, *parts)
+
+
+def of_any(condition):
     exists = (
         f"EXISTS (SELECT 1 FROM json_each(captions) WHERE json_each.value {condition})"
     )
     return f"(CASE WHEN captions IS NULL THEN NULL ELSE {exists} END)"
 
 
-OPERATORS = st.sampled_from(["=", "!=", "<>", "<", "<=", ">", ">="])
-WHOLE = st.one_of(SMALL.map(str), st.sampled_from([str(2**62), "+1", "1e0", "-2.0"]))
-NUMBERS = st.one_of(SMALL.map(str), FLOATS.map(repr), st.sampled_from(["-2.50", ".5"]))
-NUMERIC = st.sampled_from(["width", "n", "score"])
-TEXTUAL = st.sampled_from(["licence", "uri", '"exif.make"'])
-WITH_NUMBER = st.one_of(
-    st.tuples(st.sampled_from(["width", "n"]), WHOLE),
-    st.tuples(st.just("score"), NUMBERS),
-)
-TEXTS = WORDS.map(quoted)
-
-
-def same(strategy: st.SearchStrategy[tuple[str, ...]]) -> st.SearchStrategy[Pair]:
-    return strategy.map(lambda parts: (" ".join(parts), " ".join(parts)))
-
-
-TEXT_LISTS = st.lists(TEXTS, min_size=1, max_size=3).map(
-    lambda values: f"({', '.join(values)})"
-)
-IN = st.sampled_from(["in", "NOT IN"])
-LIKE = st.sampled_from(["like", "not like"])
 CONDITIONS = st.one_of(
+    same("{} {} {}", WHOLE_COLUMNS, OPERATORS, WHOLE),
+    same("score {} {}", OPERATORS, NUMBERS),
+    same("{} {} {}", NUMERIC, OPERATORS, NUMERIC),
+    same("{} {} {}", TEXTUAL, OPERATORS, TEXTS | TEXTUAL),
+    same("{} {} ({}, 1, 2)", WHOLE_COLUMNS, IN, WHOLE),
+    same("score {} ({}, 1, 2)", IN, NUMBERS),
+    same("{} {} ({}, {})", TEXTUAL, IN, TEXTS, TEXTS),
+    same("{} {} {}", TEXTUAL, st.sampled_from(["like", "not like"]), TEXTS),
+    same("{}", st.sampled_from(["safe", "safe = true", "safe != FALSE"])),
     same(
-        st.tuples(WITH_NUMBER, OPERATORS).map(
-            lambda parts: (parts[0][0], parts[1], parts[0][1])
-        )
+        "{} {}",
+        st.sampled_from(["n", "safe", "captions", "taken"]),
+        st.sampled_from(["is null", "IS NOT NULL"]),
     ),
-    same(st.tuples(NUMERIC, OPERATORS, NUMERIC)),
-    same(st.tuples(TEXTUAL, OPERATORS, TEXTS)),
-    same(st.tuples(TEXTUAL, OPERATORS, TEXTUAL)),
-    same(
-        st.tuples(WITH_NUMBER, IN).map(
-            lambda parts: (parts[0][0], parts[1], f"({parts[0][1]}, 1, 2)")
-        )
+    same("taken {} '{}'", OPERATORS, TIMES.map(datetime.datetime.isoformat)),
+    pairs(
+        "captions {} {}",
+        of_any("{} {}"),
+        st.sampled_from(["=", "<", "<=", ">", ">=", "like"]),
+        TEXTS,
     ),
-    same(st.tuples(TEXTUAL, IN, TEXT_LISTS)),
-    same(st.tuples(TEXTUAL, LIKE, TEXTS)),
-    same(st.tuples(st.sampled_from(["safe", "safe = true", "safe != FALSE"]))),
-    same(
-        st.tuples(
-            st.sampled_from(["n", "safe", "captions", "taken"]),
-            st.sampled_from(["is null", "IS NOT NULL"]),
-        )
+    pairs(
+        "captions {} {}",
+        f"NOT {of_any('= {1}')}",
+        st.sampled_from(["!=", "<>"]),
+        TEXTS,
     ),
-    same(
-        st.tuples(
-            st.just("taken"),
-            OPERATORS,
-            TIMES.map(lambda when: quoted(when.isoformat())),
-        )
-    ),
-    st.tuples(st.sampled_from(["=", "<", "<=", ">", ">="]), TEXTS).map(
-        lambda parts: (f"captions {' '.join(parts)}", of_any(" ".join(parts)))
-    ),
-    st.tuples(st.sampled_from(["!=", "<>"]), TEXTS).map(
-        lambda parts: (f"captions {' '.join(parts)}", f"NOT {of_any(f'= {parts[1]}')}")
-    ),
-    TEXTS.map(lambda text: (f"captions like {text}", of_any(f"like {text}"))),
-    TEXT_LISTS.map(
-        lambda texts: (f"captions not in {texts}", f"NOT {of_any(f'in {texts}')}")
-    ),
+    pairs("captions not in ({}, {})", f"NOT {of_any('in ({}, {})')}", TEXTS, TEXTS),
 )
 EXPRESSIONS = st.recursive(
     CONDITIONS,
@@ -154,7 +133,7 @@ EXPRESSIONS = st.recursive(
 )
 
 
-def by_sqlite(rows: list[dict], condition: str) -> list[bool]:
+def by_sqlite(rows, condition):
     with contextlib.closing(sqlite3.connect(":memory:")) as database:
         database.execute("PRAGMA case_sensitive_like = ON")
         names = ", ".join(f'"{name}"' for name in SCHEMA.names)

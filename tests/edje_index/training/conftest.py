@@ -2,9 +2,6 @@
 bundle's towers.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,9 +11,8 @@ import torch
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.training.batches import BatchSource
-from edje_index.training.config import TrainSettings, validated
+from edje_index.training.config import validated
 from edje_index.training.dataset import (
-    StoredImages,
     TrainingData,
     prepare_captions,
     read_captioned_rows,
@@ -48,7 +44,7 @@ SETTINGS = {
 WORDS = ["dog", "cat", "red", "house", "water", "boy", "street", "snow", "ball"]
 
 
-def captions(count: int = IMAGES) -> list[tuple[str, ...]]:
+def captions(count=IMAGES):
     """Two captions per image; images 0 and 1 share one."""
     rng = np.random.default_rng(3)
     made = [
@@ -66,10 +62,10 @@ class Case:
     bundle: Path
     data: TrainingData
 
-    def texts(self) -> list[str]:
+    def texts(self):
         return [text for each in self.data.captions(0, IMAGES) for text in each]
 
-    def config(self, **settings: object) -> TrainSettings:
+    def config(self, **settings):
         """Small settings with changes, each named `group__key`."""
         values: dict[str, dict[str, object]] = {}
         for name, value in {**SETTINGS, **settings}.items():
@@ -77,9 +73,7 @@ class Case:
             values.setdefault(group, {})[key] = value
         return validated(values)
 
-    def task(
-        self, run_dir: Path, *, dev: bool = False, **settings: object
-    ) -> TrainTask:
+    def task(self, run_dir, *, dev=False, **settings):
         """A task whose start is made anew from the tiny bundle. The dev captions
         are the training captions.
         """
@@ -92,7 +86,7 @@ class Case:
         dev_data = self.data if dev else None
         return TrainTask(config, "run", start, self.data, dev_data)
 
-    def source(self, rank: int = 0, world: int = 1, **settings: object) -> BatchSource:
+    def source(self, rank=0, world=1, **settings):
         bundle = ModelBundle.load(self.bundle)
         return BatchSource(
             self.data,
@@ -104,14 +98,14 @@ class Case:
 
 
 def prepare(
-    path: Path,
-    case: Case,
+    path,
+    case,
     *,
-    miner: StoredImages | None = None,
-    group: WorkerGroup = ALONE,
-    should_stop: Callable[[], bool] = lambda: False,
-    on_shard: Callable[[int, int], None] = lambda done, shards: None,
-) -> bool:
+    miner=None,
+    group=ALONE,
+    should_stop=lambda: False,
+    on_shard=lambda done, shards: None,
+):
     """Prepare the captions of `case` on the CPU."""
     device = torch.device("cpu")
     data = replace(case.data, path=path, miner=miner)
@@ -132,13 +126,13 @@ def one_thread():
 
 
 def captioned_index(
-    root: Path,
-    captions: Sequence[Sequence[str]],
+    root,
+    captions,
     *,
-    failed: frozenset[int] = frozenset(),
-    duplicates: frozenset[int] = frozenset(),
-    **columns: Sequence[object],
-) -> CommittedIndex:
+    failed=frozenset(),
+    duplicates=frozenset(),
+    **columns,
+):
     """An index of random features, of which the first two rows have no captions."""
     spec = IndexSpec(len(captions) + 2, 8, (16, 32), 24)
     write_random_index(root, spec, failed=failed, duplicates=duplicates)

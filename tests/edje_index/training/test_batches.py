@@ -1,7 +1,5 @@
 """Which pairs a batch holds, and the rows that are made of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +7,12 @@ import pytest
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.training.batches import mask_captions
+from edje_index.training.batches import (
+    hard_negatives,
+    mask_captions,
+)
+from storage_formats.errors import UsageError
+from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.token_store import TokenStore
 
 
@@ -18,23 +21,14 @@ def tokenizer(tiny_bundle):
     return ModelBundle.load(tiny_bundle).joint.tokenizer
 
 
-def test_rows_without_images_are_cls_caption_sep_and_masks_leave_special_tokens_out(
-    tokenizer,
-):
+def test_masks_leave_special_tokens_out(tokenizer):
     rng = np.random.default_rng(0)
-    cls = tokenizer.special_id("cls_token")
-    sep = tokenizer.special_id("sep_token")
     unknown = tokenizer.special_id("unk_token")
     texts = [rng.integers(50, 400, rng.integers(1, 20)).tolist() for _ in range(2000)]
     for text in texts[:100]:
         text[0] = unknown
     masked = mask_captions(texts, 0.5, tokenizer, rng)
     assert [*map(len, masked)] == [*map(len, texts)]
-    plain = tokenizer.inputs_of_ids(texts, None)
-    for ids, mask, caption in zip(
-        plain.input_ids, plain.attention_mask, texts, strict=True
-    ):
-        assert ids[mask.bool()].tolist() == [cls, *caption, sep]
     before = np.concatenate(texts)
     after = np.concatenate(masked)
     changed = before != after
@@ -76,10 +70,7 @@ def test_a_batch_holds_positives_negatives_and_masked_rows_in_their_order(
     k = 2
     data = source.data
     own_images, own_captions = source.pairs(5)
-    caption_of = {
-        tuple(data.caption(caption)): data.rows[image]
-        for caption, image in zip(own_captions, own_images, strict=True)
-    }
+    own_texts = [tuple(data.caption(caption)) for caption in own_captions]
     anchors = []
     lengths = []
     taught = rows_of(batch, source, batch.patches, teacher=True)
@@ -100,7 +91,7 @@ def test_a_batch_holds_positives_negatives_and_masked_rows_in_their_order(
             ):
                 assert images[negative] == images[anchor]
                 assert texts[negative] != texts[anchor]
-                assert texts[negative] in caption_of
+                assert texts[negative] in own_texts
         assert images[scored:] == images[:b]
         mask = source.tokenizer.special_id("mask_token")
         ids = chunk.rows.input_ids.clone()
@@ -109,34 +100,14 @@ def test_a_batch_holds_positives_negatives_and_masked_rows_in_their_order(
         assert torch.equal(ids[scored:], ids[:b])
         inputs, shown = chunk.recovery
         assert texts_of(inputs, source.tokenizer) == texts[:b]
-        embeddings = [data.records["embedding"][own_captions[at]] for at in range(8)]
         for embedding, text in zip(shown, texts, strict=False):
-            captions = [tuple(data.caption(at)) for at in own_captions]
             assert any(
-                np.array_equal(embedding, other)
-                for other, caption in zip(embeddings, captions, strict=True)
-                if caption == text
+                np.array_equal(embedding, data.records["embedding"][caption])
+                for caption in own_captions
+                if tuple(data.caption(caption)) == text
             )
-    assert sorted(anchors) == sorted(
-        (data.rows[image], tuple(data.caption(caption)))
-        for caption, image in zip(own_captions, own_images, strict=True)
-    )
+    assert sorted(anchors) == sorted(zip(data.rows[own_images], own_texts, strict=True))
     assert lengths == sorted(lengths)
-
-
-def test_chunks_differ_in_nothing_but_their_size(case):
-    """The masked tokens are drawn before the pairs are divided."""
-    drawn = []
-    for chunk_pairs in (64, 3):
-        source = case.source(run__chunk_pairs=chunk_pairs)
-        batch = source.joint(1)
-        rows = [
-            (images[at], texts[at])
-            for _, images, texts in rows_of(batch, source, batch.patches)
-            for at in range(len(images))
-        ]
-        drawn.append(sorted(rows))
-    assert drawn[0] == drawn[1]
 
 
 def test_ranks_share_a_batch_and_mine_over_all_of_it(case):
@@ -157,3 +128,47 @@ def test_ranks_share_a_batch_and_mine_over_all_of_it(case):
         beyond |= set(images[4:12]) - set(images[:4])
     assert sorted(rows) == expected
     assert beyond, "no negative came from the other rank"
+
+
+@pytest.mark.parametrize(("seed", "count"), [(0, 1), (1, 3)])
+def test_negatives_are_the_top_k_of_the_published_sampling(case, seed, count):
+    """In float64: rank the batch by softmax of the similarities without the anchor's
+    own pairs.
+    """
+    source = case.source(negatives__count=count, loop__seed=seed, loop__batch_size=12)
+    # each photo has two images
+    data = replace(source.data, photos=source.data.photos // 2)
+    source = replace(source, data=data)
+    images, captions = source.pairs(seed)
+    texts = data.records["embedding"][captions].astype(np.float64)
+    photos = read_embeddings(data.index, data.rows[images]).astype(np.float64)
+    keys = data.records["key"][captions]
+    drawn = source.negatives(images, captions)
+    for chosen, similarities in zip(
+        drawn, (texts @ photos.T, photos @ texts.T), strict=True
+    ):
+        shares = np.exp(similarities)
+        shares /= shares.sum(axis=1, keepdims=True)
+        for anchor, row in enumerate(shares):
+            allowed = [
+                (-share, other)
+                for other, share in enumerate(row)
+                if data.photos[images[other]] != data.photos[images[anchor]]
+                and keys[other] != keys[anchor]
+            ]
+            best = [other for _, other in sorted(allowed)[:count]]
+            assert chosen[anchor].tolist() == best
+
+
+def test_the_first_of_equal_candidates_comes_first_and_few_are_repeated():
+    similar = np.array([[5, 7, 5, 9, 7, 1]])
+    masked = np.array([[False, False, False, True, False, True]])
+    order = [1, 4, 0, 2]
+    for count in range(1, 7):
+        (chosen,) = hard_negatives(similar, masked, count).tolist()
+        assert chosen == (order + order)[:count]
+
+
+def test_a_row_without_candidates_is_refused():
+    with pytest.raises(UsageError, match=r"raise loop.batch_size"):
+        hard_negatives(np.zeros((2, 2)), np.ones((2, 2), dtype=bool), 1)

@@ -1,9 +1,6 @@
 """Dev recall during a training, and the weights of the final score."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +10,7 @@ from edje_index.models.devices import to_bf16_array
 from edje_index.training.checkpoints import last_checkpoint, read_log
 from edje_index.training.config import FittingConfig
 from edje_index.training.fit_weights import choose_weights, dev_pools
-from edje_index.training.loop import TrainTask, finish_model, run_worker
+from edje_index.training.loop import finish_model, run_worker
 from edje_index.training.pooled_similarity import fit_pooled_similarity
 from edje_index.training.start import make_start, trained_part
 from edje_index.training.workers import WorkerGroup
@@ -31,15 +28,12 @@ SETTINGS = {
 }
 
 
-def task(case, run_dir: Path, **runtime: object) -> TrainTask:
-    settings = {
-        f"run__{name}": value
-        for name, value in {"checkpoint_every": 3, **runtime}.items()
-    }
+def task(case, run_dir, evaluate_every):
+    settings = {"run__checkpoint_every": 3, "run__evaluate_every": evaluate_every}
     return case.task(run_dir, dev=True, **SETTINGS, **settings)
 
 
-def evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
+def evaluations(run_dir):
     return {
         record["step"]: record for record in read_log(run_dir) if "dev_t2i_r1" in record
     }
@@ -48,7 +42,7 @@ def evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
 @pytest.fixture(scope="module")
 def everything(case, tmp_path_factory):
     """A training that was evaluated every two steps."""
-    made = task(case, tmp_path_factory.mktemp("all"), evaluate_every=2)
+    made = task(case, tmp_path_factory.mktemp("all"), 2)
     run_worker(made, WorkerGroup(), lambda: False)
     return made
 
@@ -63,7 +57,7 @@ def test_recalls_are_those_of_the_checkpoint(case, everything):
 
 
 def test_evaluations_do_not_change_what_is_trained(case, everything, tmp_path):
-    never = task(case, tmp_path, evaluate_every=100)
+    never = task(case, tmp_path, 100)
     run_worker(never, WorkerGroup(), lambda: False)
     assert not evaluations(tmp_path)
     states = [
@@ -75,24 +69,16 @@ def test_evaluations_do_not_change_what_is_trained(case, everything, tmp_path):
     )
 
 
-@pytest.fixture
-def setting(case):
-    bundle = make_start(case.config().architecture, 0, case.bundle)
-    bundle.joint.eval()
-    return bundle, case.data
-
-
-def test_recalls_are_those_of_the_plain_computation(case, setting):
+def test_recalls_are_those_of_the_plain_computation(case):
     """One query at a time, by the parts of a bundle with the chosen weights; in
     both directions.
     """
-    bundle, dev = setting
+    dev = case.data
+    bundle = make_start(case.config().architecture, 0, case.bundle)
+    bundle.joint.eval()
     adapter = trained_part(bundle.adapter)
-    bundle = replace(
-        bundle,
-        pooled=fit_pooled_similarity(adapter, bundle.joint, dev, 0, 4, lambda *_: None),
-        info=None,
-    )
+    pooled = fit_pooled_similarity(adapter, bundle.joint, dev, 0, 4, lambda *_: None)
+    bundle = replace(bundle, pooled=pooled, info=None)
     config = FittingConfig(dev_captions=1000, dev_pool=6)
     pools = dev_pools(bundle, dev, config)
     choices = {
@@ -101,11 +87,9 @@ def test_recalls_are_those_of_the_plain_computation(case, setting):
     }
     assert (choices["t2i"].queries, choices["t2i"].pool) == (2 * IMAGES, 6)
     assert (choices["i2t"].queries, choices["i2t"].pool) == (IMAGES, 6)
-    features = case.data.blocks(np.arange(IMAGES))
-    tokens = to_bf16_array(bundle.adapter(features.float()))
+    tokens = to_bf16_array(bundle.adapter(dev.blocks(np.arange(IMAGES)).float()))
     texts_of_dev = case.texts()
-    images_of_dev = read_embeddings(case.data.index, case.data.rows)
-    similar = case.data.records["embedding"] @ images_of_dev.T
+    similar = dev.records["embedding"] @ read_embeddings(dev.index, dev.rows).T
     for direction, choice in choices.items():
         weights = choice.weights.by_part()
         text_queries = direction == "t2i"

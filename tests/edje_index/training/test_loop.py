@@ -2,10 +2,7 @@
 no numbers, the log.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,67 +27,65 @@ from edje_index.training.workers import WorkerGroup
 from storage_formats.errors import TaskInterrupted, UsageError
 
 
-def never() -> bool:
+def never():
     return False
 
 
 class StopAfter:
     """Returns True from call number `calls` on."""
 
-    def __init__(self, calls: int) -> None:
+    def __init__(self, calls):
         self.left = calls
 
-    def __call__(self) -> bool:
+    def __call__(self):
         self.left -= 1
         return self.left <= 0
 
 
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+def weights(run_dir):
     return last_checkpoint(run_dir, "run").weights
 
 
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+def same(left, right):
     return left.keys() == right.keys() and all(
         torch.equal(left[name], right[name]) for name in left
     )
 
 
-@pytest.fixture(scope="module")
-def calm(case, tmp_path_factory):
-    """A training of both phases without a break: two alignment steps, six joint
-    ones, dropout on.
+def adapter_of(weights):
+    prefix = "adapter."
+    return {
+        name.removeprefix(prefix): weights[name]
+        for name in weights
+        if name.startswith(prefix)
+    }
+
+
+def test_a_stopped_training_goes_on_to_the_same_bits(case, tmp_path):
+    """Of both phases: two alignment steps, six joint ones, dropout on. It stops once
+    in each phase, and its last checkpoint is damaged.
     """
-    run_dir = tmp_path_factory.mktemp("calm")
-    run_worker(
-        case.task(run_dir, alignment__steps=2, alignment__batch_size=8),
-        WorkerGroup(),
-        never,
-    )
-    return run_dir
-
-
-@pytest.mark.parametrize("calls", [1, 5])
-def test_a_stopped_training_goes_on_to_the_same_bits(case, calm, tmp_path, calls):
-    task = case.task(tmp_path, alignment__steps=2, alignment__batch_size=8)
-    with pytest.raises(TaskInterrupted, match="stopped after step"):
-        run_worker(task, WorkerGroup(), StopAfter(calls))
+    phases = {"alignment__steps": 2, "alignment__batch_size": 8}
+    run_worker(case.task(tmp_path / "calm", **phases), WorkerGroup(), never)
+    run_dir = tmp_path / "stopped"
+    task = case.task(run_dir, **phases)
+    for calls in (1, 4):
+        with pytest.raises(TaskInterrupted, match="stopped after step"):
+            run_worker(task, WorkerGroup(), StopAfter(calls))
     run_worker(task, WorkerGroup(), never)
-    assert same(weights(tmp_path), weights(calm))
-    positions = [(record["phase"], record["step"]) for record in read_log(tmp_path)]
-    assert positions == [
-        ("alignment", 1),
-        ("alignment", 2),
-        *(("joint", step) for step in range(1, 7)),
-    ]
-    assert not [*tmp_path.glob(".checkpoint*")]
-    path = tmp_path / CHECKPOINT
+    assert same(weights(run_dir), weights(tmp_path / "calm"))
+    positions = [(record["phase"], record["step"]) for record in read_log(run_dir)]
+    steps = [("joint", step) for step in range(1, 7)]
+    assert positions == [("alignment", 1), ("alignment", 2), *steps]
+    assert not [*run_dir.glob(".checkpoint*")]
+    path = run_dir / CHECKPOINT
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ModelError, match="remove this file to start again from step 0"):
         run_worker(task, WorkerGroup(), never)
 
 
 def test_a_killed_training_leaves_no_unfinished_checkpoint(case, tmp_path):
-    task = case.task(tmp_path, loop__steps=2)
+    task = case.task(tmp_path, loop__steps=1)
     unfinished = tmp_path / f".{CHECKPOINT}.0"
     unfinished.write_bytes(b"half of it")
     run_worker(task, WorkerGroup(), never)
@@ -101,67 +96,36 @@ def test_it_learns_and_leaves_the_tower(case, tmp_path):
     """The losses fall; the towers of the bundle that comes out are the ones that
     went in.
     """
-    task = case.task(
-        tmp_path, loop__steps=30, optimizer__lr=3e-3, architecture__dropout=0.0
-    )
+    settings = {"optimizer__lr": 5e-3, "architecture__dropout": 0.0}
+    task = case.task(tmp_path, loop__steps=15, **settings)
     run_worker(task, WorkerGroup(), never)
-    log = read_log(tmp_path)
-    assert log[-1]["recovery"] < 0.7 * log[0]["recovery"]
-    assert log[-1]["mlm"] < 0.8 * log[0]["mlm"]
+    first, *_, last = read_log(tmp_path)
+    assert last["recovery"] < 0.7 * first["recovery"]
+    assert last["mlm"] < 0.8 * first["mlm"]
     # the workers had a GPU, and this process has none
     run = task.config.run.model_copy(update={"device": "cuda"})
     task = replace(task, config=task.config.model_copy(update={"run": run}))
     bundle, steps, _ = finish_model(task, lambda *report: None)
-    assert steps == 30
-    assert bundle.trained
+    assert (steps, bundle.trained) == (15, True)
     before = ModelBundle.load(task.start)
     assert same(bundle.clip.state_dict(), before.clip.state_dict())
     assert not same(bundle.adapter.state_dict(), before.adapter.state_dict())
     assert bundle.save(tmp_path / "out").trained
 
 
-def test_frozen_words_stay_the_language_models(case, tmp_path):
-    task = case.task(tmp_path, loop__steps=2, architecture__word_embeddings="frozen")
-    run_worker(task, WorkerGroup(), never)
-    after, *_ = finish_model(task, lambda *report: None)
-    before = ModelBundle.load(task.start)
-    assert torch.equal(
-        after.joint.text_embeddings.weight, before.joint.text_embeddings.weight
-    )
-    assert not torch.equal(
-        after.joint.text_projection.weight, before.joint.text_projection.weight
-    )
-
-
 def test_gradients_that_are_no_numbers_are_skipped_and_then_end_it(
     case, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(loop, "MAX_BAD_STEPS", 3)
-    task = case.task(tmp_path, loop__steps=6)
-    path = sorted((task.start / "joint").glob("model.safetensors"))[0]
-    from safetensors.torch import load_file, save_file
-
-    state = load_file(path)
-    state["text_projection.bias"].fill_(float("nan"))
-    save_file(state, path)
+    task = case.task(tmp_path, objective__mlm_weight=1e38)
     with pytest.raises(
         ModelError,
         match=r"3 steps in a row had no finite gradient, up to step 3 .*optimizer.lr",
     ):
         run_worker(task, WorkerGroup(), never)
-    assert same(
-        {
-            k: v
-            for k, v in read_checkpoint(tmp_path / CHECKPOINT)["weights"].items()
-            if k.startswith("adapter.")
-        },
-        {
-            f"adapter.{k}": v
-            for k, v in (
-                ModelBundle.load(task.start, verify=False).adapter.state_dict().items()
-            )
-        },
-    )
+    saved = read_checkpoint(tmp_path / CHECKPOINT)["weights"]
+    start = ModelBundle.load(task.start).adapter.state_dict()
+    assert same(adapter_of(saved), start)
 
 
 def test_a_run_that_is_out_of_memory_goes_on_with_smaller_chunks(
@@ -170,8 +134,8 @@ def test_a_run_that_is_out_of_memory_goes_on_with_smaller_chunks(
     """A device with room for three pairs at a time. The steps are those of one with
     room for all.
     """
-    whole = case.task(tmp_path / "whole", architecture__dropout=0.0)
-    run_worker(whole, WorkerGroup(), never)
+    settings = {"architecture__dropout": 0.0, "loop__steps": 2}
+    run_worker(case.task(tmp_path / "whole", **settings), WorkerGroup(), never)
     losses = JointObjective.losses
 
     def small(self, chunk, *tokens):
@@ -182,8 +146,8 @@ def test_a_run_that_is_out_of_memory_goes_on_with_smaller_chunks(
     monkeypatch.setattr(JointObjective, "losses", small)
     run_dir = tmp_path / "small"
     with pytest.raises(ModelError, match=r"a step of the joint .* run\.chunk_pairs"):
-        run_worker(case.task(run_dir, architecture__dropout=0.0), WorkerGroup(), never)
-    task = case.task(run_dir, architecture__dropout=0.0, run__chunk_pairs=3)
+        run_worker(case.task(run_dir, **settings), WorkerGroup(), never)
+    task = case.task(run_dir, **settings, run__chunk_pairs=3)
     run_worker(task, WorkerGroup(), never)
     for one, other in zip(read_log(tmp_path / "whole"), read_log(run_dir), strict=True):
         for name in ("loss", "itm", "mlm", "recovery", "accuracy", "gradient"):
@@ -193,11 +157,8 @@ def test_a_run_that_is_out_of_memory_goes_on_with_smaller_chunks(
 def test_all_parameters_have_weight_decay(case):
     config = case.config()
     start = ModelBundle.load(case.bundle)
-    module = JointObjective(
-        start.adapter.requires_grad_(True),
-        start.joint,
-        config.objective,
-    )
+    start.adapter.requires_grad_(True)
+    module = JointObjective(start.adapter, start.joint, config.objective)
     groups = make_optimizer(module, config.optimizer).param_groups
     adapter, others = (group["params"] for group in groups)
     assert {*map(id, adapter)} == {*map(id, start.adapter.parameters())}
@@ -214,54 +175,36 @@ def test_the_adapter_has_a_learning_rate_of_its_own(case, tmp_path):
         run_worker(task, WorkerGroup(), never)
         before = ModelBundle.load(task.start)
         after = weights(run_dir)
-        moved.append(
-            [
-                (after["adapter.query"] - before.adapter.query).abs().max(),
-                (
-                    after["joint.text_projection.weight"]
-                    - before.joint.text_projection.weight
-                )
-                .abs()
-                .max(),
-            ]
-        )
+        query = after["adapter.query"] - before.adapter.query
+        projection = after["joint.text_projection.weight"]
+        projection = projection - before.joint.text_projection.weight
+        moved.append((query.abs().max(), projection.abs().max()))
     (query, projection), (faster_query, same_projection) = moved
     assert float(faster_query / query) == pytest.approx(3, rel=0.05)
     assert same_projection == projection
 
 
-@pytest.mark.parametrize("clip_norm", [0.0, 0.5])
-def test_a_step_is_that_of_stock_adamw(case, tmp_path, clip_norm):
-    """Two steps, written out: gradients of the loss, clipped if asked, and torch's
-    own AdamW over all parameters.
+def test_a_step_is_that_of_stock_adamw(case, tmp_path):
+    """Two steps, written out: clipped gradients of the loss, and torch's own AdamW over
+    all parameters.
     """
     settings = {
-        "optimizer__clip_norm": clip_norm,
+        "optimizer__clip_norm": 0.5,
         "loop__steps": 2,
         "optimizer__warmup_steps": 0,
     }
     task = case.task(tmp_path, **settings, architecture__dropout=0.0)
     run_worker(task, WorkerGroup(), never)
-    start = ModelBundle.load(task.start)
-    source = BatchSource(case.data, start.joint.tokenizer, 4, task.config)
-    make_trainable(start, task.config.architecture, torch.device("cpu"))
-    module = JointObjective(start.adapter, start.joint, task.config.objective).train()
+    module, source = objective_of(case, task)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.05)
     for number in range(2):
         optimizer.zero_grad()
         module.backward(source.joint(number))
-        total = (
-            sum(
-                float(p.grad.double().square().sum())
-                for p in module.parameters()
-                if p.grad is not None
-            )
-            ** 0.5
-        )
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        total = sum(float(each.double().square().sum()) for each in gradients) ** 0.5
         assert total > 0.5
-        for parameter in module.parameters():
-            if clip_norm and total > clip_norm and parameter.grad is not None:
-                parameter.grad *= clip_norm / total
+        for gradient in gradients:
+            gradient *= 0.5 / total
         optimizer.step()
     trained = weights(tmp_path)
     for name, parameter in module.state_dict().items():
@@ -272,36 +215,33 @@ def test_a_step_is_that_of_stock_adamw(case, tmp_path, clip_norm):
             trained[name], parameter, atol=2e-5, rtol=1e-4, msg=name
         )
     before = ModelBundle.load(task.start).adapter.state_dict()
-    assert not same(
-        {
-            k.removeprefix("adapter."): v
-            for k, v in trained.items()
-            if k.startswith("adapter.")
-        },
-        before,
-    )
+    assert not same(adapter_of(trained), before)
+
+
+def objective_of(case, task):
+    """The losses of the joint phase of a task at its start, and its batches."""
+    start = ModelBundle.load(task.start)
+    source = BatchSource(case.data, start.joint.tokenizer, 4, task.config)
+    make_trainable(start, task.config.architecture, torch.device("cpu"))
+    module = JointObjective(start.adapter, start.joint, task.config.objective)
+    return module.train(), source
 
 
 PRETRAINING = OptimizerConfig()
 FINETUNING = OptimizerConfig(**PRESETS["paper-finetune"]["optimizer"])
 
 
-def published_rates(
-    config: OptimizerConfig, first: int, epochs: int, steps_per_epoch: int
-) -> list[float]:
+def published_rates(config, first, epochs, steps_per_epoch):
     """A step schedule per epoch; the steps of the first epoch are warmed up.
     `first` epochs are in the checkpoint.
     """
     rates = []
+    rise = (config.lr - config.warmup_lr) / config.warmup_steps
     for epoch in range(first, epochs):
         rate = max(config.min_lr, config.lr * config.decay_rate**epoch)
         for step in range(steps_per_epoch):
             if epoch == 0:
-                warm = (
-                    config.warmup_lr
-                    + (config.lr - config.warmup_lr) * step / config.warmup_steps
-                )
-                rate = min(config.lr, warm)
+                rate = min(config.lr, config.warmup_lr + rise * step)
             rates.append(rate)
     return rates
 
@@ -309,9 +249,7 @@ def published_rates(
 @pytest.mark.parametrize(
     ("config", "first"), [(PRETRAINING, None), (FINETUNING, None), (FINETUNING, 5)]
 )
-@pytest.mark.parametrize(
-    ("epochs", "steps_per_epoch"), [(60, 130), (12, 500), (8, 100), (9, 40)]
-)
+@pytest.mark.parametrize(("epochs", "steps_per_epoch"), [(60, 130), (9, 40)])
 def test_every_step_has_the_published_rate(config, first, epochs, steps_per_epoch):
     """Also if the warm-up is longer than the first epoch, down to the minimum, and
     when a checkpoint goes on.
@@ -326,25 +264,19 @@ def test_every_step_has_the_published_rate(config, first, epochs, steps_per_epoc
     )
 
 
-@pytest.mark.parametrize("decay", ["epoch", "cosine"])
-def test_a_continued_run_has_no_warm_up(decay):
-    config = PRETRAINING.model_copy(update={"decay": decay})
-    for epochs in (0, 2):
-        rates = [learning_rate(step, 300, 1000, config, epochs) for step in range(300)]
-        first = config.lr * (config.decay_rate**epochs if decay == "epoch" else 1)
-        assert rates[0] == pytest.approx(first, rel=1e-12)
-        assert rates == sorted(rates, reverse=True)
+def test_a_continued_cosine_schedule_has_no_warm_up():
+    config = PRETRAINING.model_copy(update={"decay": "cosine"})
+    rates = [learning_rate(step, 300, 1000, config, 2) for step in range(300)]
+    assert rates[0] == pytest.approx(config.lr, rel=1e-12)
+    assert rates == sorted(rates, reverse=True)
 
 
-@pytest.mark.parametrize(("steps", "epochs", "rate"), [(6, 1, 9e-4), (3, 0, 1e-3)])
-def test_fine_tuning_goes_on_with_adam_and_the_epochs_as_published(
-    case, tmp_path, steps, epochs, rate
-):
+def test_fine_tuning_goes_on_with_adam_and_the_epochs_as_published(case, tmp_path):
     """The first step, written out: torch's own AdamW with the state of the
     checkpoint, at the next epoch's rate.
     """
     # 6 steps are one epoch.
-    first = case.task(tmp_path / "first", loop__steps=steps, architecture__dropout=0.0)
+    first = case.task(tmp_path / "first", loop__steps=9, architecture__dropout=0.0)
     run_worker(first, WorkerGroup(), never)
     (tmp_path / "second").mkdir()
     finish_model(first, lambda *report: None)[0].save(tmp_path / "second" / "start")
@@ -354,26 +286,20 @@ def test_fine_tuning_goes_on_with_adam_and_the_epochs_as_published(
         "loop__steps": 1,
     }
     task = case.task(tmp_path / "second", architecture__dropout=0.0, **changes)
-    run_worker(
-        replace(task, continued=(tmp_path / "first", "run")),
-        WorkerGroup(),
-        never,
-    )
-    start = ModelBundle.load(task.start)
-    source = BatchSource(case.data, start.joint.tokenizer, 4, task.config)
-    make_trainable(start, task.config.architecture, torch.device("cpu"))
-    module = JointObjective(start.adapter, start.joint, first.config.objective).train()
+    task = replace(task, continued=(tmp_path / "first", "run"))
+    run_worker(task, WorkerGroup(), never)
+    module, source = objective_of(case, task)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.0, weight_decay=0.05)
     saved = last_checkpoint(tmp_path / "first", "run")
-    assert saved.epochs == epochs
-    groups = [{**optimizer.state_dict()["param_groups"][0], "lr": rate}]
+    assert saved.epochs == 1
+    groups = [{**optimizer.state_dict()["param_groups"][0], "lr": 9e-4}]
     optimizer.load_state_dict(
         {"state": saved.optimizer["state"], "param_groups": groups}
     )
     module.backward(source.joint(0))
     optimizer.step()
     state = last_checkpoint(tmp_path / "second", "run")
-    assert state.epochs == epochs
+    assert state.epochs == 1
     for name, parameter in module.state_dict().items():
         torch.testing.assert_close(
             state.weights[name], parameter, atol=1e-6, rtol=1e-5, msg=name
@@ -387,22 +313,13 @@ def test_steps_follow_from_epochs(case):
         total_steps(case.config().loop, 7)
 
 
-def test_a_last_step_without_a_finite_gradient_ends_the_training(case, tmp_path):
-    task = case.task(tmp_path, loop__steps=2, objective__mlm_weight=1e38)
-    with pytest.raises(ModelError, match="2 steps in a row had no finite gradient"):
-        run_worker(task, WorkerGroup(), never)
-
-
 def test_an_optimiser_of_another_architecture_is_refused(case, tmp_path):
-    first = case.task(tmp_path / "first", loop__steps=2)
+    first = case.task(tmp_path / "first", loop__steps=1)
     run_worker(first, WorkerGroup(), never)
     for number, architecture in enumerate(
         ({"architecture__tokens": 3}, {"architecture__adapter": "local"})
     ):
         task = case.task(tmp_path / str(number), loop__steps=1, **architecture)
+        task = replace(task, continued=(tmp_path / "first", "run"))
         with pytest.raises(ModelError, match=r"does not fit .* optimizer\.continued"):
-            run_worker(
-                replace(task, continued=(tmp_path / "first", "run")),
-                WorkerGroup(),
-                never,
-            )
+            run_worker(task, WorkerGroup(), never)

@@ -2,8 +2,6 @@
 what the phases compute.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -24,19 +22,15 @@ from edje_index.training.step import (
 )
 
 
-@pytest.fixture(params=range(2))
-def rng(request):
-    return np.random.default_rng(request.param)
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
 
 
-def both(array: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
+def both(array):
     """The same float32 values for the reference, in float64, and for the code."""
     array = array.astype(np.float32)
     return array.astype(np.float64), torch.from_numpy(array)
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
 
 
 def negative_log_share_of_first(rows):
@@ -44,7 +38,7 @@ def negative_log_share_of_first(rows):
     return np.mean([-np.log(np.exp(row[0]) / np.exp(row).sum()) for row in rows])
 
 
-def close(value: torch.Tensor, reference: float) -> None:
+def close(value, reference):
     assert value.item() == pytest.approx(reference, abs=1e-6)
 
 
@@ -60,13 +54,8 @@ def test_itm_is_cross_entropy_of_the_positive_against_images_and_texts_averaged(
 def test_mlm_is_the_mean_over_masked_tokens(rng):
     logits, tensor = both(rng.normal(0, 3, (11, 50)))
     targets = rng.integers(0, 50, 11)
-    reference = np.mean(
-        [
-            -np.log(np.exp(row[at]) / np.exp(row).sum())
-            for row, at in zip(logits, targets, strict=True)
-        ]
-    )
-    close(mlm_loss(tensor, torch.from_numpy(targets)), reference)
+    reference = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(11), targets]
+    close(mlm_loss(tensor, torch.from_numpy(targets)), np.mean(reference))
 
 
 def test_recovery_is_one_minus_cosine(rng):
@@ -80,58 +69,34 @@ def test_distillation_averages_the_means_of_the_three_groups(rng):
     """Positives, negative images and negative texts count alike, although there are
     three negatives to a positive.
     """
-    sizes = (5, 15, 15)
-    groups = [
-        (both(rng.normal(0, 2, size)), both(rng.normal(0, 2, size))) for size in sizes
-    ]
     means = []
-    for (s, _), (t, _) in groups:
-        y = sigmoid(t)
-        predicted = sigmoid(s)
-        means.append(
-            np.mean(-(y * np.log(predicted) + (1 - y) * np.log(1 - predicted)))
-        )
-    loss = distillation_loss(
-        [student for (_, student), _ in groups], [teacher for _, (_, teacher) in groups]
-    )
-    close(loss, sum(means) / 3)
+    tensors = []
+    for size in (5, 15, 15):
+        (s, student), (t, teacher) = (both(rng.normal(0, 2, size)) for _ in range(2))
+        y, predicted = (1 / (1 + np.exp(-logits)) for logits in (t, s))
+        losses = y * np.log(predicted) + (1 - y) * np.log(1 - predicted)
+        means.append(-np.mean(losses))
+        tensors.append((student, teacher))
+    close(distillation_loss(*map(list, zip(*tensors, strict=True))), np.mean(means))
 
 
 def test_alignment_is_symmetric_info_nce_of_late_interaction(rng):
     t, tokens = both(rng.normal(size=(4, 5, 8)))
     w, words = both(rng.normal(size=(9, 8)))
     caption = np.array([0, 0, 0, 1, 1, 2, 3, 3, 3])
-    cosine = lambda a, b: a @ b / np.sqrt((a @ a) * (b @ b))  # noqa: E731
-    expected = np.array(
-        [
-            [
-                np.mean(
-                    [
-                        max(cosine(token, w[at]) for token in image)
-                        for at in np.flatnonzero(caption == c)
-                    ]
-                )
-                for c in range(4)
-            ]
-            for image in t
-        ]
-    )
+    units = [each / np.linalg.norm(each, axis=-1, keepdims=True) for each in (t, w)]
+    # of each word with the most similar token of each image
+    best = (units[0] @ units[1].T).max(axis=1)
+    expected = np.stack([best[:, caption == c].mean(axis=1) for c in range(4)], axis=1)
     shares = torch.from_numpy((caption[:, None] == np.arange(4)) / np.bincount(caption))
     scores = alignment_scores(tokens, words, shares)
     np.testing.assert_allclose(scores.numpy(), expected, atol=1e-6)
     logits = expected / 0.1
-    images = np.mean(
-        [-np.log(np.exp(logits[a, a]) / np.exp(logits[a]).sum()) for a in range(4)]
-    )
-    texts = np.mean(
-        [-np.log(np.exp(logits[a, a]) / np.exp(logits[:, a]).sum()) for a in range(4)]
-    )
-    close(
-        alignment_loss(
-            torch.from_numpy(expected), torch.tensor(0.1, dtype=torch.float64)
-        ),
-        (images + texts) / 2,
-    )
+    own = logits.diagonal()
+    losses = [np.log(np.exp(logits).sum(axis=axis)) - own for axis in (0, 1)]
+    temperature = torch.tensor(0.1, dtype=torch.float64)
+    loss = alignment_loss(torch.from_numpy(expected), temperature)
+    close(loss, np.mean(losses))
 
 
 @pytest.fixture
@@ -149,24 +114,19 @@ def hidden_rows(joint, inputs, tokens):
         yield joint.hidden_states(one, tokens[row : row + 1])[0]
 
 
-@pytest.mark.parametrize(
-    ("chunk_pairs", "has_tokens"), [(64, True), (64, False), (3, False), (1, True)]
-)
+@pytest.mark.parametrize(("chunk_pairs", "has_tokens"), [(64, False), (3, True)])
 def test_losses_and_gradients_are_those_of_the_pairs_scored_one_by_one(
     case, bundle, tiny_bundle, chunk_pairs, has_tokens
 ):
-    """In float64, with chunks of 8, 3 + 3 + 2 and 1 pairs. The teacher has its own
+    """In float64, with chunks of 8 and 3 + 3 + 2 pairs. The teacher has its own
     tokens.
     """
     source = case.source(run__chunk_pairs=chunk_pairs)
     joint = bundle.joint.double()
     adapter = bundle.adapter.double()
     batch = replace(source, teacher_tokens=16).joint(0)
-    assert [chunk.pairs for chunk in batch.chunks] == {
-        64: [8],
-        3: [3, 3, 2],
-        1: [1] * 8,
-    }[chunk_pairs]
+    pairs = [chunk.pairs for chunk in batch.chunks]
+    assert pairs == ([3, 3, 2] if chunk_pairs == 3 else [8])
     patches = batch.patches.double()
     teacher_joint = ModelBundle.load(tiny_bundle).joint.requires_grad_(False)
     local = build_adapter(AdapterConfig("local", 16, 32, 16, 24))
@@ -178,6 +138,7 @@ def test_losses_and_gradients_are_those_of_the_pairs_scored_one_by_one(
     config = case.config(objective__mlm_weight=0.5).objective
     objective = JointObjective(bundle.adapter, joint, config, None, teacher).eval()
     tokens = adapter(patches)
+
     itm = []
     distilled = [[], [], []]
     mlm = []
@@ -188,17 +149,17 @@ def test_losses_and_gradients_are_those_of_the_pairs_scored_one_by_one(
         rows = list(hidden_rows(joint, chunk.rows, tokens[chunk.images]))
         scored = b * (1 + 2 * k)
         assert len(rows) == scored + b
-        logits = torch.stack(
-            [joint.classification_head(states[None])[0, 0] for states in rows[:scored]]
-        ).split([b, b * k, b * k])
-        itm.append((logits[0], logits[1].view(b, k), logits[2].view(b, k)))
         shown = teacher_tokens[chunk.images[:scored]]
-        taught = torch.stack(
-            [
-                teacher_joint.classification_head(states[None])[0, 0]
-                for states in hidden_rows(teacher_joint, chunk.teacher, shown)
-            ]
-        ).split([b, b * k, b * k])
+        logits, taught = (
+            torch.stack(
+                [encoder.classification_head(states[None])[0, 0] for states in of_rows]
+            ).split([b, b * k, b * k])
+            for encoder, of_rows in (
+                (joint, rows[:scored]),
+                (teacher_joint, hidden_rows(teacher_joint, chunk.teacher, shown)),
+            )
+        )
+        itm.append((logits[0], logits[1].view(b, k), logits[2].view(b, k)))
         for group, ours, theirs in zip(distilled, logits, taught, strict=True):
             group.append((ours, theirs.double()))
         for pair, position in zip(*chunk.masked, strict=True):
@@ -225,8 +186,7 @@ def test_losses_and_gradients_are_those_of_the_pairs_scored_one_by_one(
             )
         ),
     }
-    weights = {"mlm": 0.5}
-    total = sum(weights.get(name, 1.0) * loss for name, loss in expected.items())
+    total = sum(expected.values()) - 0.5 * expected["mlm"]
     total.backward()
     gradients = {
         name: parameter.grad for name, parameter in objective.named_parameters()
@@ -246,27 +206,16 @@ def test_losses_and_gradients_are_those_of_the_pairs_scored_one_by_one(
 
 
 def test_losses_of_weight_zero_leave_their_heads_alone(case, bundle):
+    """And a frozen adapter gets no gradient."""
     settings = {"objective__mlm_weight": 0.0, "objective__recovery_weight": 0.0}
-    objective = JointObjective(
-        bundle.adapter,
-        bundle.joint,
-        case.config(**settings).objective,
-    )
-    objective.train().backward(case.source(**settings).joint(0))
+    config = case.config(**settings).objective
+    bundle.adapter.requires_grad_(False)
+    objective = JointObjective(bundle.adapter, bundle.joint, config)
+    objective.train().backward(case.source(run__chunk_pairs=3, **settings).joint(0))
     head = "joint.language_model.cls.predictions."
-    frozen = ("joint.text_projection", f"{head}transform", f"{head}bias")
+    frozen = ("adapter", "joint.text_projection", f"{head}transform", f"{head}bias")
     for name, parameter in objective.named_parameters():
         assert (parameter.grad is None) == name.startswith(frozen), name
-
-
-def test_a_frozen_adapter_gets_no_gradient(case, bundle):
-    bundle.adapter.requires_grad_(False)
-    objective = JointObjective(bundle.adapter, bundle.joint, case.config().objective)
-    objective.backward(case.source(run__chunk_pairs=3).joint(0))
-    assert all(
-        (parameter.grad is None) == name.startswith("adapter.")
-        for name, parameter in objective.named_parameters()
-    )
 
 
 def test_a_step_sees_as_much_of_an_image_as_is_asked_for(case, bundle):
