@@ -141,7 +141,10 @@ def run_on_ray(
         make_worker = functools.partial(
             _worker_at, lock, lock.read_bytes(), make_worker
         )
-    with connected_ray(address, workers=workers or 1, cpus=cpus, gpus=gpus) as cluster:
+    with (
+        connected_ray(address, workers=workers or 1, cpus=cpus, gpus=gpus) as cluster,
+        contextlib.ExitStack() as end,
+    ):
         ray = cluster.ray
 
         def warn(text: str) -> None:
@@ -157,7 +160,12 @@ def run_on_ray(
         # number of actors that died before they started, since an actor last started
         failed_starts = 0
         waits_since = asked_at = time.monotonic()
-        # The end of the connection ends all actors, also those that no task needs.
+
+        @end.callback
+        def kill_actors() -> None:
+            for job in jobs.values():
+                ray.kill(job.actor)
+
         while waiting or any(job.attempt for job in jobs.values()):
             if should_stop():
                 return

@@ -218,7 +218,7 @@ def test_a_user_without_a_name_and_a_home_needs_no_home():
     if "unshare" in done.stderr:
         pytest.skip(f"needs user namespaces: {done.stderr}")
     assert done.stdout.splitlines() == [
-        "{} ({}, '')",
+        "{} {}",
         "this user has no home directory for cached files; set EDJE_CACHE to a"
         " directory",
     ], done.stderr

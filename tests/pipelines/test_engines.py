@@ -122,7 +122,7 @@ def test_a_stop_reaches_running_tasks_and_begins_no_others(
     stopped = [path.name for path in tmp_path.glob("stopped-*")]
     begun = [path.name for path in tmp_path.glob("?")]
     assert 1 <= len(begun) <= workers
-    # The workers of Ray end with the connection.
+    # The workers of Ray are killed.
     assert len(stopped) == (0 if "ray" in request.node.name else len(begun))
 
 
