@@ -70,7 +70,7 @@ def request_bench(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "kind", "arguments"),
     [
-        ("copy-rows", "crashes", {"most": 10}),
+        ("copy-rows", "crashes", {"most": 4}),
         ("edit", "crashes", {"most": 10}),
         # makes six indexes first
         pytest.param("append-lived", "crashes", {"most": 10}, marks=pytest.mark.slow),

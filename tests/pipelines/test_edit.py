@@ -51,7 +51,7 @@ def passing(root: Path, where: str) -> list[int]:
 
 
 def test_values_that_all_rows_share_are_read_filtered_and_edited(tmp_path):
-    rows = 6000
+    rows = 3000
     tags = [f"keyword {number}" for number in range(100)]
     given = {
         "uri": [f"report.pdf#page={page}" for page in range(rows)],

@@ -179,6 +179,7 @@ for name in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 def test_flushing_subnormal_numbers_to_zero_changes_no_bits(tmp_path):
     """The tables of a codec are computed in the process, so they count as well."""
     command = [sys.executable, "-c", FLUSHED, str(tmp_path), *COMPILED]
