@@ -589,10 +589,9 @@ def collect_garbage(
         if keep is not None and oldest > (current.snapshot.oldest or 0):
             snapshot = replace(current.snapshot, oldest=oldest)
             manifest = replace(current, snapshot=snapshot)
-            # Without a journal, because the disk may have room for one more file only.
-            # If this process is killed, the next call removes what is left.
             try:
-                sizes += change.commit(manifest)
+                with change._running(None):
+                    sizes += change.commit(manifest)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
@@ -600,9 +599,9 @@ def collect_garbage(
                 # snapshots do not exist any more, so their files can be removed first.
                 layout.remove(map(layout.snapshot, removed))
                 sizes += _remove_garbage(layout, tables=True)
-                sizes += change.commit(manifest)
+                with change._running(None):
+                    sizes += change.commit(manifest)
         sizes += remove_what_is_not_kept(layout, tables=True, shards=True)
-        remove_build(layout)
         discarded = None if earlier is None else earlier.kind
         return Removal(tuple(removed), len(sizes), sum(sizes), discarded)
 

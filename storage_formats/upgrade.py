@@ -41,7 +41,8 @@ from storage_formats.format.rows import SOURCE_VALUES, VALUE_SCHEMA
 from storage_formats.format.shard_table import read_shard_table, write_shard_table
 from storage_formats.format.source_columns import SourceColumn, source_values_text
 from storage_formats.remote.urls import IndexLocation, local_path
-from storage_formats.writing.publish import write_removed, write_rows_files
+from storage_formats.writing.publish import write_removed
+from storage_formats.writing.rows_files import write_rows_files
 
 _OLD_ROWS = re.compile(r"rows/\d{8,}\.parquet")
 # Prefix of the column name in a line of an edit that records the value that the sources
@@ -145,6 +146,8 @@ def _read(layout: Directory, path: Path) -> Json:
         if error.remedy != "upgrade":
             raise
     value: Json = json.loads(data)
+    if value.get("crc32c") != json_checksum(value):
+        raise CorruptIndexError(f"{path} does not match its checksum")
     return value
 
 

@@ -162,7 +162,13 @@ def _problems(
             rows = None
             with _reporting(contents, rows_file.file, "rows"):
                 groups = iter_row_groups(index, files=[position])
-                rows = pa.concat_tables(each.select(_COLUMNS) for each in groups)
+                # Long reasons are kept once.
+                rows = pa.concat_tables(
+                    pa.table(
+                        {name: each[name].dictionary_encode() for name in _COLUMNS}
+                    )
+                    for each in groups
+                )
             done = 0
             for shard in range(rows_file.first_shard, manifest.stop_shard(position)):
                 count = len(spec.shard_rows(shard))

@@ -18,12 +18,12 @@ import pyarrow.parquet as pq
 from edje_index.images.transient import is_transient
 from edje_index.inputs.containers import Container
 from edje_index.inputs.refs import InputRef
-from storage_formats.atomic import naming
+from storage_formats.atomic import Json, naming
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.parquet import ParquetRowGroups
 from storage_formats.format.places import Place
-from storage_formats.format.source_columns import text_of
+from storage_formats.format.source_columns import metadata_text
 
 LIST_ROWS = 1 << 16
 """Number of inputs per file. The number is rounded down to whole shards, but a file has
@@ -32,11 +32,22 @@ at least one shard.
 
 _GROUP_ROWS = 1024
 _ROW_ID = "row_id"
-_INPUT = "input"
 
-# The row id, and the fields of the `InputRef` as a list in JSON. A path is written as
-# text, in which surrogates stand for bytes that are not UTF-8.
-_SCHEMA = pa.schema({_ROW_ID: pa.int64(), _INPUT: pa.string()})
+INPUT_SCHEMA = pa.schema(
+    [
+        pa.field(_ROW_ID, pa.int64(), nullable=False),
+        pa.field("uri", pa.string(), nullable=False),
+        pa.field("path", pa.binary(), nullable=False),
+        pa.field("container", pa.string()),
+        pa.field("offset", pa.int64(), nullable=False),
+        pa.field("size", pa.int64()),
+        pa.field("content_hash", pa.string()),
+        pa.field("duplicate_of", pa.int64()),
+        pa.field("problem", pa.string()),
+        pa.field("metadata", pa.string()),
+    ]
+)
+"""The columns of a list of inputs: the row id, and the fields of `InputRef`."""
 
 
 def write_input_lists(
@@ -72,14 +83,12 @@ def write_input_lists(
             # PyArrow can open a path only if it is UTF-8, so Python opens the file.
             open(path, "wb") as file,
             pq.ParquetWriter(
-                file, _SCHEMA, compression="zstd", write_page_checksum=True
+                file, INPUT_SCHEMA, compression="zstd", write_page_checksum=True
             ) as writer,
         ):
             while batch := list(itertools.islice(refs_of_file, _GROUP_ROWS)):
-                row_ids = range(row, row + len(batch))
-                columns = [row_ids, list(map(_text, batch))]
-                writer.write_table(pa.table(columns, schema=_SCHEMA))
-                row = row_ids.stop
+                writer.write_table(_table(batch, row))
+                row += len(batch)
         paths.append(path)
     return paths
 
@@ -106,17 +115,17 @@ def read_shard_inputs(
                 file, rows
             )
             listed = [
-                each
+                row
                 for group in groups
-                for each in group.cast(_SCHEMA).to_pylist()
-                if each[_ROW_ID] in rows
+                for row in group.cast(INPUT_SCHEMA).to_pylist()
+                if row[_ROW_ID] in rows
             ]
-        if [each[_ROW_ID] for each in listed] != list(rows):
+        if [row.pop(_ROW_ID) for row in listed] != list(rows):
             raise ValueError(
                 f"the file does not list the rows {rows.start} to {rows.stop - 1} in"
                 " order"
             )
-        return [_ref(each[_INPUT]) for each in listed]
+        return [_ref(row) for row in listed]
     except (OSError, ValueError, pa.ArrowException) as error:
         if isinstance(error, MemoryError) or (
             isinstance(error, OSError) and is_transient(error)
@@ -131,18 +140,22 @@ def _rows_per_file(shard_size: int) -> int:
     return max(1, LIST_ROWS // shard_size) * shard_size
 
 
-def _text(ref: InputRef) -> str:
-    """Return `ref` as text for `_ref`."""
-    fields = [*ref.location, ref.duplicate_of, ref.problem, ref.metadata]
-    fields[1] = ref.path.decode("utf-8", "surrogateescape")
-    return json.dumps(fields, default=text_of)
+def _table(refs: list[InputRef], first_row: int) -> pa.Table:
+    """Return a table of inputs. The row ids count up from `first_row`."""
+    rows = [
+        {name: getattr(ref, name) for name in INPUT_SCHEMA.names[1:]}
+        | {
+            _ROW_ID: row_id,
+            "container": ref.container and json.dumps(ref.container),
+            "metadata": ref.metadata and metadata_text(ref.metadata),
+        }
+        for row_id, ref in enumerate(refs, first_row)
+    ]
+    return pa.Table.from_pylist(rows, INPUT_SCHEMA)
 
 
-def _ref(text: str) -> InputRef:
-    uri, path, container, *others = json.loads(text)
-    return InputRef(
-        uri,
-        path.encode("utf-8", "surrogateescape"),
-        container and Container(*container),
-        *others,
-    )
+def _ref(row: Json) -> InputRef:
+    container = row["container"]
+    row["container"] = container and Container(*json.loads(container))
+    row["metadata"] = row["metadata"] and json.loads(row["metadata"])
+    return InputRef(**row)

@@ -425,7 +425,7 @@ def add_captions(values: Json, others: Json) -> None:
     if more and all(isinstance(text, str) for text in texts):
         captioned = values if texts else others
         column = next(name for name in CAPTION_COLUMNS if captioned.get(name))
-        values[column] = [*texts, *more]
+        values[column] = [*texts, *dict.fromkeys(more)]
 
 
 def _comma_rows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import functools
 import gzip
 import lzma
 import tarfile
@@ -24,6 +25,9 @@ the number of compressed bytes read so far.
 
 # number of bytes that are decompressed at once
 _CHUNK = 1 << 20
+# Limit in bytes on the memory to decompress xz. A file of `xz -9` needs 65 MiB, but a
+# damaged header can require up to 4 GiB.
+_XZ_MEMORY = 256 << 20
 # Largest size of a header in bytes. An archive with a longer pax record or name is
 # treated as damaged.
 _MAX_HEADER = 1 << 20
@@ -213,7 +217,7 @@ class TarArchive:
             for chunk in chunks
         )
 
-    def _chunks(self, decompress: Callable[[Any], Any]) -> Iterator[tuple[int, bytes]]:
+    def _chunks(self, decompress: _Decompress) -> Iterator[tuple[int, bytes]]:
         """Yield (length, content) of the chunks of the decompressed archive. Errors of
         the operating system stay unchanged.
         """
@@ -222,8 +226,7 @@ class TarArchive:
         compressed = RangedFile(self._file.pread, self._file.length)
         end = 0
         try:
-            stream = decompress(compressed)
-            for chunk in iter(lambda: stream.read(_CHUNK), b""):
+            for chunk in decompress(compressed):
                 end += len(chunk)
                 if end > FREE_EXPANSION + MAX_EXPANSION * compressed.tell():
                     detail = (
@@ -249,13 +252,42 @@ class TarArchive:
             raise ImageError(reason, detail) from error
 
 
-_DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {
-    b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file),
-    b"BZh": bz2.BZ2File,
-    b"\xfd7zXZ": lzma.LZMAFile,
+def _chunks_of(stream: Any) -> Iterator[bytes]:
+    return iter(lambda: stream.read(_CHUNK), b"")
+
+
+def _streams(decompressors: Callable[[], Any], file: RangedFile) -> Iterator[bytes]:
+    """Yield the content of consecutive compressed streams in chunks. Unlike
+    `lzma.LZMAFile` and `bz2.BZ2File`, this function does not take a damaged stream
+    after the first for the end of the file.
+    """
+    data = file.read(_CHUNK)
+    while data:
+        decompressor = decompressors()
+        while not decompressor.eof:
+            if content := decompressor.decompress(data, _CHUNK):
+                yield content
+            data = b""
+            if decompressor.needs_input and not decompressor.eof:
+                data = file.read(_CHUNK)
+                if not data:
+                    raise EOFError("the file ends inside the compressed data")
+        # After the end of a stream, zero bytes and further streams may follow.
+        data = decompressor.unused_data.lstrip(b"\0")
+        while not data and (following := file.read(_CHUNK)):
+            data = following.lstrip(b"\0")
+
+
+_Decompress = Callable[[RangedFile], Iterator[bytes]]
+_DECOMPRESSORS: dict[bytes, _Decompress] = {
+    b"\x1f\x8b": lambda file: _chunks_of(gzip.GzipFile(fileobj=file)),
+    b"BZh": functools.partial(_streams, bz2.BZ2Decompressor),
+    b"\xfd7zXZ": functools.partial(
+        _streams, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, _XZ_MEMORY)
+    ),
     # The standard library has no zstd before Python 3.14.
-    b"\x28\xb5\x2f\xfd": lambda file: pa.CompressedInputStream(
-        pa.PythonFile(file, "r"), "zstd"
+    b"\x28\xb5\x2f\xfd": lambda file: _chunks_of(
+        pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")
     ),
 }
-"""First bytes of a compressed file -> function that opens it."""
+"""First bytes of a compressed file -> function that yields its content."""

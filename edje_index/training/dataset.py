@@ -32,6 +32,7 @@ from edje_index.bundles.info import (
     JOINT_FOLDER,
     matching_bundle,
     read_bundle_info,
+    verify_files,
 )
 from edje_index.captions.reading import PARTS_OF_SPLIT, is_blank
 from edje_index.inputs.tables import IMAGE_ID, SPLIT
@@ -325,10 +326,14 @@ def prepare_captions(
     group.any(False)
     missing = missing[group.rank :: group.size]
     if missing:
-        tower = load_text_tower(read_bundle_info(bundle), device)
+        info = read_bundle_info(bundle)
+        verify_files(info)
+        tower = load_text_tower(info, device)
         towers = {"embedding": tower}
         if data.miner is not None:
-            miner = load_text_tower(matching_bundle(data.miner.index), device)
+            info = matching_bundle(data.miner.index)
+            verify_files(info)
+            miner = load_text_tower(info, device)
             # As in the published code, the text tower of the mining model reads
             # captions in the same form as the tower of `bundle`.
             miner.canonical = tower.canonical

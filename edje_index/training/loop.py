@@ -337,7 +337,7 @@ class _Run:
                 sums.update({**losses, "gradient": norm, "skipped": skipped})
                 bad_steps = bad_steps + 1 if is_bad else 0
                 done = step + 1
-                if bad_steps >= min(MAX_BAD_STEPS, steps - first):
+                if bad_steps >= min(MAX_BAD_STEPS, steps):
                     raise ModelError(
                         f"{bad_steps} steps in a row had no finite gradient, up to"
                         f" step {done} of the {phase} phase; train again in a new"
@@ -479,7 +479,8 @@ def learning_rate(
     - "cosine": the learning rate falls along a cosine to `config.min_lr` at the last
       step.
 
-    A run that continues another run has no warm-up. For other runs,
+    If `config.min_lr` is higher than `config.lr`, both decays use `config.lr` instead
+    of `config.min_lr`. A run that continues another run has no warm-up. For other runs,
     `epochs_before` is None.
     """
     warmup = config.warmup_steps if epochs_before is None else 0
@@ -487,11 +488,12 @@ def learning_rate(
     # epoch at the latest.
     if step < warmup and (step < steps_per_epoch or config.decay == "cosine"):
         return config.warmup_lr + (config.lr - config.warmup_lr) * step / warmup
+    floor = min(config.min_lr, config.lr)
     if config.decay == "epoch":
         epoch = (epochs_before or 0) + step // steps_per_epoch
-        return max(config.min_lr, config.lr * config.decay_rate**epoch)
+        return max(floor, config.lr * config.decay_rate**epoch)
     share = (1 + math.cos(math.pi * (step - warmup) / (total_steps - warmup))) / 2
-    return config.min_lr + (config.lr - config.min_lr) * share
+    return floor + (config.lr - floor) * share
 
 
 def finish_model(

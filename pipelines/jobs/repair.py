@@ -291,6 +291,8 @@ class ShardEncoder:
             inputs = self._inputs
             for start in np.unique(needed // size * size).tolist():
                 batch = [at for at in range(start, start + size) if at in inputs]
+                if not batch:
+                    continue
                 text = f"encoding rows of shard {self._shard} again from their sources"
                 self._on_event(StatusMessage(text))
                 if self._should_stop():

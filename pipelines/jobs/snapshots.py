@@ -372,6 +372,11 @@ def set_columns(
             raise UsageError(
                 f"the index has no column {unknown[0]}{hint}", parameter="unset"
             )
+        if both := sorted(columns.keys() & {*unset}):
+            raise UsageError(
+                f"{both[0]} cannot be both set and unset; name each column once",
+                parameter="unset",
+            )
         if not (columns or unset) or (where is None and not len(ids)):
             raise UsageError(
                 "nothing is set; select at least one row, and give at least one value,"

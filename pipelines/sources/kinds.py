@@ -138,6 +138,8 @@ class TreeSource(Source):
         self._linked: set[_FileId] = set()
         # path of a photo in a metadata table, without links -> its values
         self._listed: dict[bytes, dict[Any, Any]] = {}
+        # paths in `_listed` at which no file has been found so far
+        self._without_file: set[bytes] = set()
         # directories whose metadata table is damaged
         self._damaged: list[bytes] = []
         pending = [self.path.rstrip(b"/") if is_url(self.path) else self.path]
@@ -154,8 +156,8 @@ class TreeSource(Source):
             for name, is_link in sorted(directory.directories.items()):
                 (links if is_link else below).append(os.path.join(path, name))
             pending += reversed(below)
-        if missing := sum(not os.path.exists(path) for path in self._listed):
-            self.ignored.count("(metadata without a file)", missing)
+        if self._without_file:
+            self.ignored.count("(metadata without a file)", len(self._without_file))
 
     def _list(self, path: bytes) -> _Directory:
         """Return the contents of a directory or URL. The result is empty for a
@@ -300,6 +302,8 @@ class TreeSource(Source):
             if key is not None:
                 self.ignored.count(key, 1 + len(sidecars.get(name, ())))
                 return None
+            real = os.path.realpath(path) if self._listed else path
+            self._without_file.discard(real)
             if not self._is_selected(uri):
                 self.ignored.count("(excluded)")
                 return None
@@ -312,7 +316,7 @@ class TreeSource(Source):
             suffix: _read_sidecar(os.path.join(directory.path, sidecar))
             for suffix, sidecar in sidecars.get(name, {}).items()
         }
-        values = self._listed and self._listed.pop(os.path.realpath(path), {})
+        values = self._listed.pop(real, {})
         if path.startswith(tuple(self._damaged)):
             self.unread.add(uri)
         metadata = self._metadata(uri, contents, values)
@@ -344,8 +348,9 @@ class TreeSource(Source):
             listed = str(entry.image or "").replace("\\", "/")
             photo = listed_input(os.path.normpath(listed), directory.path)
             if photo is not None:
-                path = os.path.realpath(photo.path)
-                first = self._listed.setdefault(path, values)
+                real = os.path.realpath(photo.path)
+                self._without_file.add(real)
+                first = self._listed.setdefault(real, values)
                 if first is not values:
                     add_captions(first, values)
         if self.ignored.get(UNREADABLE, 0) > before:

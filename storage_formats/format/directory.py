@@ -29,7 +29,9 @@ from storage_formats.format.file_check import (
     FileEntry,
     check_file,
     checked_pieces,
+    difference,
     parsing,
+    refuse,
 )
 from storage_formats.format.index_files import (
     IndexFile,
@@ -140,6 +142,7 @@ class Directory(Layout):
         """
         path = self.root / entry.path
         with parsing(str(path)), IndexFile(self.root, path) as file:
+            refuse(path, difference(entry, os.fstat(file.fileno()).st_size))
             pieces = iter(lambda: file.read(CHUNK_BYTES), b"")
             yield from checked_pieces(path, entry, pieces)
 

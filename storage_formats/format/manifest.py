@@ -234,8 +234,13 @@ class Manifest:
                 " EDJE index"
             )
         format_version = str(value.get("format_version"))
-        major = format_version.split(".")[0]
-        if major not in (*_OLD_MAJORS, FORMAT_VERSION.split(".")[0]):
+        if is_old_format(value):
+            raise UsageError(
+                f"{where} has format version {format_version}, which this version of"
+                " edje-index can only upgrade; upgrade the index",
+                remedy="upgrade",
+            )
+        if format_version.split(".")[0] != FORMAT_VERSION.split(".")[0]:
             raise UsageError(
                 f"{where} has format version {format_version}, but this version of"
                 f" edje-index reads {FORMAT_VERSION}; upgrade edje-index"
@@ -244,12 +249,6 @@ class Manifest:
             raise CorruptIndexError(
                 f"{where} does not match its checksum, so the file was damaged or"
                 " edited; restore the file from a backup"
-            )
-        if is_old_format(value):
-            raise UsageError(
-                f"{where} has format version {format_version}, which this version of"
-                " edje-index can only upgrade; upgrade the index",
-                remedy="upgrade",
             )
         try:
             manifest: Manifest = read_json(
@@ -415,16 +414,15 @@ class CommittedIndex:
         """
         spec = self.spec
         tables = self.manifest.shard_tables
-        files: dict[int, dict[str, FileEntry]] = {
-            shard: {} for shard in spec.shard_numbers()
-        }
+        listed: dict[int, dict[str, FileEntry]] = {}
         self.fetch(tables)
         for segment, table in zip(spec.used_segments, tables, strict=True):
             in_segment = spec.segment_shards(segment)
             for shard, file in read_shard_table(self.root, table):
                 if shard in in_segment:
-                    files[shard][file.path] = file
-        return files
+                    listed.setdefault(shard, {})[file.path] = file
+        # Only now, because the tables show that the index has so many shards.
+        return {shard: listed.get(shard, {}) for shard in spec.shard_numbers()}
 
     def fetch(self, entries: Iterable[FileEntry]) -> None:
         """Download the committed files `entries` that `root` lacks. Does nothing for an

@@ -1,4 +1,5 @@
-"""Reading of Parquet files that may be damaged.
+"""Reading of Parquet files that may be damaged, and writing of files that pass the
+checks of `read_table`.
 
 All reads run in the calling thread only. Threads of pyarrow can continue after a read,
 and then abort the interpreter at exit.
@@ -24,6 +25,32 @@ _SMALL_BYTES = 64 << 20
 _MAX_ROWS_PER_BYTE = 8
 _MAX_EXPANSION = 1000
 _MAX_TEXT_EXPANSION = 100
+
+
+# Tables that are written here take at least this number of bytes per value in memory.
+_MIN_VALUE_BYTES = 4
+
+
+def table_bytes(table: pa.Table) -> bytes:
+    """Return `table` as the contents of a Parquet file that `read_table` accepts. The
+    file is compressed with zstd, unless it would then be so short that `read_table`
+    would take it for damaged.
+    """
+    data = _encoded(table, compression="zstd")
+    # A table with fewer bytes has so few values that `read_table` always accepts it.
+    if table.nbytes > _MIN_VALUE_BYTES * _SMALL_VALUES:
+        try:
+            read_table(data)
+        except ValueError:
+            return _encoded(table, compression="none", use_dictionary=False)
+    return data
+
+
+def _encoded(table: pa.Table, **options: Any) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, **options)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
 
 
 def open_parquet(source: Any, *, buffer_size: int = 0) -> pq.ParquetFile:

@@ -12,7 +12,6 @@ import contextlib
 import datetime
 import functools
 import hashlib
-import itertools
 import json
 import os
 import shutil
@@ -193,8 +192,7 @@ class Prefix(Layout):
     def write(self, path: Path, data: bytes) -> None:
         self._check_change()
         file = FileEntry(self.relative(path), len(data), crc32c(data))
-        starts = range(0, len(data), CHUNK_BYTES)
-        self._upload(file, lambda: (data[at : at + CHUNK_BYTES] for at in starts))
+        self._upload(file, lambda: [data])
         self._keep(path, data)
 
     def begin_task(self) -> None:
@@ -276,8 +274,9 @@ class Prefix(Layout):
 
     def lengths(self, entries: Iterable[FileEntry]) -> dict[str, int]:
         folders = {(self.root / entry.path).parent for entry in entries}
-        paths = itertools.chain(*map(self.names, folders))
-        return {key: self.listed[key] for key in map(self.relative, paths)}
+        paths = [path for folder in sorted(folders) for path in self.names(folder)]
+        listed = self.listed
+        return {self.relative(path): listed[self.relative(path)] for path in paths}
 
     def remove(self, paths: Iterable[Path]) -> list[int]:
         self._check_change()

@@ -17,7 +17,6 @@ from typing import Self
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from storage_formats.arrays import Floats, Ints
@@ -29,6 +28,7 @@ from storage_formats.format.file_check import FileEntry
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import Counts
 from storage_formats.format.offset import stored_codec
+from storage_formats.format.parquet import table_bytes
 from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import (
@@ -165,10 +165,7 @@ class ShardWriter:
         if rows is not None:
             final = self._data.embedding_shard(self._shard)
             self._stage("embeddings", final, self.embeddings.tobytes())
-            sink = pa.BufferOutputStream()
-            pq.write_table(rows, sink, compression="zstd")
-            final = self._place.staged_rows(self._shard)
-            self._stage("rows", final, sink.getvalue().to_pybytes())
+            self._stage("rows", self._place.staged_rows(self._shard), table_bytes(rows))
             counts = count_rows(rows)
             is_indexed = pc.equal(rows["status"], INDEXED)
             truncated = len(rows["detail"].filter(is_indexed).drop_null())
@@ -324,13 +321,14 @@ class TokenShardFile:
         """
         if not len(positions):
             return
-        self._present[positions] = True
-        stop = int(positions[-1]) + 1
-        if stop - self._next > len(records):
-            with_holes = self._holes(stop)
-            with_holes[positions - self._next] = records
-            records = with_holes
-        self._write(records)
+        # Each run of consecutive positions is written at once. `run` holds indices in
+        # `positions`.
+        for run in np.split(
+            np.arange(len(positions)), np.flatnonzero(np.diff(positions) > 1) + 1
+        ):
+            self._fill_to(int(positions[run[0]]))
+            self._present[positions[run]] = True
+            self._write(records[run[0] : run[-1] + 1])
 
     def finish(self) -> tuple[int, NDArray[np.uint32]]:
         """Write holes at the remaining positions, and then the padding and the shard
@@ -339,7 +337,7 @@ class TokenShardFile:
         Returns:
             (CRC-32C of the file, CRC-32C of each record as uint32 [rows]).
         """
-        self._write(self._holes(self._rows))
+        self._fill_to(self._rows)
         end = self._rows * self.codec.record_bytes
         tail = bytes(self._index_offset - end) + shard_index_bytes(
             self._present, self.codec.record_bytes
@@ -357,9 +355,10 @@ class TokenShardFile:
         with contextlib.suppress(OSError):
             self._file.close()
 
-    def _holes(self, stop: int) -> Records:
-        """Return the records of holes at all positions from the next one to `stop`."""
-        return np.repeat(self._fill, stop - self._next, axis=0)
+    def _fill_to(self, position: int) -> None:
+        while self._next < position:
+            count = min(position - self._next, 64)
+            self._write(np.broadcast_to(self._fill, (count, self.codec.record_bytes)))
 
     def _write(self, records: Records) -> None:
         records = np.ascontiguousarray(records)

@@ -71,6 +71,11 @@ def test_values_that_all_rows_share_are_read_filtered_and_edited(tmp_path):
     assert (last["tags"], last["licence"]) == (tags, "y" * 12_000)
 
 
+def test_a_column_cannot_be_both_set_and_unset(index):
+    with pytest.raises(UsageError, match="both set and unset"):
+        set_columns(index, [3], {"title": ["Sea"]}, unset=["title"])
+
+
 def test_an_edit_that_changes_nothing_says_why(index):
     said = []
     set_columns(index, [3], {"title": ["Sea"]}, on_event=said.append)

@@ -12,6 +12,7 @@ import random
 import subprocess
 import tarfile
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,37 @@ def test_damaged_compressed_tars_lose_nothing_silently(folder, suffix, damage):
     assert found.pop(path.name) in reasons
     assert found != PHOTOS
     assert all(found[name] in (PHOTOS[name], *reasons) for name in found)
+
+
+@pytest.mark.parametrize("suffix", [".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst"])
+def test_a_damaged_stream_after_the_first_is_not_the_end(folder, suffix):
+    path = pack(folder, suffix)
+    whole = path.read_bytes()
+    count = len(scan(path))
+    for name in PHOTOS:
+        (folder / "photos" / name).rename(folder / "photos" / f"b{name}")
+    second = pack(folder, suffix).read_bytes()
+    padding = bytes(0 if suffix == ".tar.zst" else 4)
+    path.write_bytes(whole + padding + second)
+    assert len(scan(path)) == 2 * count
+    path.write_bytes(whole + b"\1\2\3" + second[3:])
+    refs = scan(path)
+    assert refs[-1].problem in ("damaged-archive", "truncated-archive")
+    # Some decompressors raise an error before they return what comes before it.
+    assert len(refs) in (1, count + 1)
+
+
+def test_a_header_that_needs_much_memory_is_damage(folder):
+    """The header of an xz file with a dictionary of 4 GiB."""
+    path = pack(folder, ".tar.xz")
+    data = bytearray(path.read_bytes())
+    header = data[12 : 12 + 4 * (data[12] + 1)]
+    header[header.index(b"\x21\x01") + 2] = 40
+    header[-4:] = zlib.crc32(header[:-4]).to_bytes(4, "little")
+    data[12 : 12 + len(header)] = header
+    path.write_bytes(data)
+    (ref,) = scan(path)
+    assert ref.problem == "damaged-archive"
 
 
 def test_an_archive_that_changed_after_the_plan(folder):

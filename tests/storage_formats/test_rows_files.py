@@ -32,7 +32,7 @@ from storage_formats.format.rows import (
 )
 from storage_formats.format.shard_table import write_named_file
 from storage_formats.format.tombstones import live_rows
-from storage_formats.writing.publish import write_rows_files
+from storage_formats.writing.rows_files import write_rows_files
 from tests.conftest import rows_path
 
 ROWS = 37
@@ -54,8 +54,8 @@ FILTERS = {
 @pytest.fixture(params=["one file", "many files"])
 def layouts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "many files":
-        monkeypatch.setattr("storage_formats.writing.publish._GROUP_ROWS", 5)
-        monkeypatch.setattr("storage_formats.writing.publish._FILE_ROWS", 12)
+        monkeypatch.setattr("storage_formats.writing.rows_files._GROUP_ROWS", 5)
+        monkeypatch.setattr("storage_formats.writing.rows_files._FILE_ROWS", 12)
 
 
 def write_index(root: Path) -> Path:
@@ -125,8 +125,25 @@ def test_filters_and_hits_are_those_of_the_rows_after_every_change(tmp_path):
     assert verify_index(tmp_path / "part") == verify_index(tmp_path / "dense") == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shards", "values"),
+    [
+        (35, lambda shard: {"text": ["x" * 15_000] * 1024} if shard >= 30 else {}),
+        (6, lambda shard: {"tags": [["a"] * 600] * 1024}),
+    ],
+    ids=["few long texts", "many items"],
+)
+def test_rows_of_uneven_sizes_are_read_back(tmp_path, shards, values):
+    with IndexWriter.create(tmp_path, block_shape=(1, 16), embed_dim=4) as writer:
+        for shard in range(shards):
+            blocks = np.ones((1024, 1, 16), np.float32)
+            writer.append(blocks, np.ones((1024, 4)), values(shard))
+    assert verify_index(tmp_path) == []
+
+
 def test_an_edit_writes_only_the_files_with_its_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr("storage_formats.writing.publish._FILE_ROWS", 12)
+    monkeypatch.setattr("storage_formats.writing.rows_files._FILE_ROWS", 12)
     root = write_index(tmp_path / "index")
     before = Manifest.load(root).rows_files
     assert [each.first_shard for each in before] == [0, 2, 4]
@@ -178,8 +195,8 @@ def test_new_files_take_over_the_small_files_before_them(tmp_path):
 
 
 def test_row_groups_and_files_end_at_a_size_in_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr("storage_formats.writing.publish._GROUP_BYTES", 2000)
-    monkeypatch.setattr("storage_formats.writing.publish._FILE_BYTES", 6000)
+    monkeypatch.setattr("storage_formats.writing.rows_files._GROUP_BYTES", 2000)
+    monkeypatch.setattr("storage_formats.writing.rows_files._FILE_BYTES", 6000)
     root = write_index(tmp_path / "index")
     set_columns(root, range(ROWS), {"title": ["x" * 400] * ROWS})
     files = Manifest.load(root).rows_files
@@ -198,11 +215,11 @@ def test_row_groups_and_files_end_at_a_size_in_bytes(tmp_path, monkeypatch):
 def test_row_groups_in_memory_take_no_more_than_they_are_counted_for(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("storage_formats.writing.publish._GROUP_ROWS", 5)
+    monkeypatch.setattr("storage_formats.writing.rows_files._GROUP_ROWS", 5)
     rows = IndexRows(CommittedIndex.open(write_index(tmp_path / "index")))
     rows.described(np.arange(ROWS), ["uri", "captions", "score"])
     groups = rows._cached[1].values()
-    assert len(groups) == 8
+    assert len(groups) == 5
     counted = sum(each.bytes for each in groups)
     columns = [column for each in groups for column in each.columns.values()]
     assert sum(each.get_total_buffer_size() for each in columns) <= 2 * counted
@@ -211,7 +228,7 @@ def test_row_groups_in_memory_take_no_more_than_they_are_counted_for(
         ("/photos/36", {"size": 36}),
         ("/photos/0", {"size": 0}),
     ]
-    assert len(rows._cached[0]) < 8
+    assert len(rows._cached[0]) < 5
 
 
 def test_two_writers_give_the_same_bytes(tmp_path):
