@@ -72,6 +72,7 @@ def test_values_that_all_rows_share_are_read_filtered_and_edited(tmp_path):
 
 
 def test_a_column_cannot_be_both_set_and_unset(index):
+    set_columns(index, [3], {"title": ["Hill"]})
     with pytest.raises(UsageError, match="both set and unset"):
         set_columns(index, [3], {"title": ["Sea"]}, unset=["title"])
 
