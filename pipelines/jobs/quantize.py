@@ -192,11 +192,11 @@ def conversion(
     left = {*work.shards} - {*finished}
     # An object store gets the files of one shard after another.
     on_disk = sorted(left)[:1] if place.remote else left
-    rows = sum(len(spec.shard_rows(shard)) for shard in on_disk)
-    written = replace(spec, rows=rows, segments=(), precisions=missing)
-    need = disk_need(written)["tokens"] if rows else 0
-    what = f"converting {counted(len(left), 'shard')} to {', '.join(missing)}"
-    check_free_disk(place.root, {"tokens": need}, what, parameter="to")
+    if rows := sum(len(spec.shard_rows(shard)) for shard in on_disk):
+        written = replace(spec, rows=rows, segments=(), precisions=missing)
+        need = {"tokens": disk_need(written)["tokens"]}
+        what = f"converting {counted(len(left), 'shard')} to {', '.join(missing)}"
+        check_free_disk(place.root, need, what, parameter="to")
     return Edit(
         target,
         work=work,
