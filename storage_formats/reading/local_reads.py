@@ -223,13 +223,11 @@ class LocalReads:
 
     def _are_cached(self, batch: Batch) -> NDArray[np.bool_]:
         """Return whether the page cache holds the shard of each record, bool [n]. The
-        kernel is asked about a shard at most once in two seconds, unless the first
-        record of the batch has left the page cache meanwhile.
+        kernel is asked about a shard at most once in two seconds, unless records of the
+        batch have left the page cache meanwhile.
         """
         now = time.monotonic()
-        was_evicted = self._mapped.was_evicted(
-            int(batch.shards[0]), int(batch.positions[0])
-        )
+        was_evicted = self._mapped.was_evicted(batch.shards, batch.positions)
         shards = [shard for shard, _, _ in batch.shard_spans]
         states: list[int] = []
         for first in range(0, len(shards), MAPPED_SHARDS):

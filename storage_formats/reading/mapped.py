@@ -23,6 +23,9 @@ from storage_formats.threads import fork_safe_lock, run_chunks
 
 # maximum number of files that one read maps at the same time
 MAPPED_SHARDS = 64
+# Number of records of a request that are looked up in the page cache. The kernel keeps
+# large parts of a file around each page that is mapped, so one record is not enough.
+_LOOKED_AT = 8
 
 
 class MappedShards:
@@ -70,7 +73,7 @@ class MappedShards:
         for mapped in maps:
             if mapped.size() < len(mapped):
                 return False
-        if not self._is_trusted and page_is_cached(int(sources[0])) is False:
+        if not self._is_trusted and self.was_evicted(shards, positions):
             return False
         out_indices = np.arange(len(row_ids))
 
@@ -80,16 +83,19 @@ class MappedShards:
         run_chunks(work, len(row_ids), sink.block_bytes, None)
         return True
 
-    def was_evicted(self, shard: int, position: int) -> bool:
-        """Return True if a record of a mapped shard is not in the page cache. Then no
-        shard is trusted any more.
+    def was_evicted(self, shards: Ints, positions: Ints) -> bool:
+        """Return True if the page cache lacks one of a few records that lie at
+        `positions` of `shards` [k] and are mapped. Then no shard is trusted any more.
         """
-        address = int(self._addresses[shard])
-        if not address or page_is_cached(address + position * self._size) is not False:
-            return False
-        with self._lock:
-            self._trusted_until[:] = 0
-        return True
+        step = -(-len(shards) // _LOOKED_AT)
+        bases = self._addresses[shards[::step]]
+        addresses = bases + positions[::step] * self._size
+        for address in addresses[bases > 0].tolist():
+            if page_is_cached(address) is False:
+                with self._lock:
+                    self._trusted_until[:] = 0
+                return True
+        return False
 
     def read(self, request: ReadRequest) -> None:
         """Read the records of a request.
