@@ -40,7 +40,6 @@ from collections.abc import (
 )
 from pathlib import Path
 from typing import Any, Literal
-from unittest.mock import patch
 
 import pipelines
 from pipelines.engines.base import (
@@ -464,8 +463,7 @@ def connected_ray(
     check_ray(address)
     settings = (cpus, gpus, min_workers)
     with contextlib.ExitStack() as stack:
-        # `patch.dict` restores the environment at the end.
-        stack.enter_context(patch.dict(os.environ, {**_ENVIRONMENT, **os.environ}))
+        stack.enter_context(_environment({**_ENVIRONMENT, **os.environ}))
         if address is not None:
             try:
                 ray = _initialize(stack, address=address)
@@ -489,7 +487,7 @@ def connected_ray(
             filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
         )
         values = {"RAY_AUTH_TOKEN": _TOKEN, "RAY_TMPDIR": folder, "PYTHONPATH": path}
-        stack.enter_context(patch.dict(os.environ, _PRIVATE_ENVIRONMENT | values))
+        stack.enter_context(_environment(_PRIVATE_ENVIRONMENT | values))
         try:
             ray = _initialize(
                 stack,
@@ -608,3 +606,15 @@ def _initialize(stack: contextlib.ExitStack, **options: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)
     return ray
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values.keys() - before.keys():
+            os.environ.pop(name)
+        os.environ.update(before)

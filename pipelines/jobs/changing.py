@@ -251,7 +251,7 @@ class Edit:
         spec = self.spec
         added = [each for each in receipts if each.shard >= before.spec.shards]
         counts = add_counts(before.counts, self.counts)
-        columns = self.columns or before.columns
+        columns = before.columns if self.columns is None else self.columns
         snapshot = before.snapshot
         # The name of each file that is written here contains a hash of its content, so
         # no file of an earlier snapshot is overwritten.

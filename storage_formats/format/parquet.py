@@ -26,7 +26,6 @@ _MAX_ROWS_PER_BYTE = 8
 _MAX_EXPANSION = 1000
 _MAX_TEXT_EXPANSION = 100
 
-
 # Tables that are written here take at least this number of bytes per value in memory.
 _MIN_VALUE_BYTES = 4
 

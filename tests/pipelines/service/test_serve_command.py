@@ -296,7 +296,7 @@ def test_image_requests_leave_memory_and_searches_alone(index, tmp_path):
         post(json={"query": "a"})
         process = Path(f"/proc/{service.process.pid}")
         before = resident_bytes(service.process.pid)
-        # the peak begins anew
+        # reset the peak
         (process / "clear_refs").write_text("5")
 
         def send(side: int, timeout: float) -> int:
