@@ -79,19 +79,11 @@ class FileEntry:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> FileEntry:
-        """Return the entry described by `value`, a result of `to_json`.
+        """Return the entry described by `value`, a result of `to_json`. The file may
+        lie anywhere inside the index; see also `data_path`.
 
         Raises:
             KeyError, TypeError, ValueError: a member is missing or not valid.
-        """
-        entry = cls.staged_from_json(value)
-        data_path(entry.path)
-        return entry
-
-    @classmethod
-    def staged_from_json(cls, value: Mapping[str, Any]) -> FileEntry:
-        """Return the entry of a file that a receipt lists, like `from_json`. The file
-        may also lie in `build/`.
         """
         path = relative_path(read_json(str, value["path"], "path"))
         length = read_json(int, value["bytes"], "bytes")

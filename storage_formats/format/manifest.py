@@ -23,7 +23,7 @@ from storage_formats.errors import (
     cannot_read,
 )
 from storage_formats.format.checksum import json_checksum
-from storage_formats.format.file_check import FileEntry
+from storage_formats.format.file_check import FileEntry, data_path
 from storage_formats.format.journal import end_erasure
 from storage_formats.format.json_values import read_json, write_json
 from storage_formats.format.layout import (
@@ -593,8 +593,8 @@ def _check_members(manifest: Manifest) -> None:
             raise ValueError(f"{table.path} is too short for its shards")
     check_names(spec.precisions)
     check_columns(manifest.columns)
-    # `ann_files` raises an error if an entry in `ann` is not valid.
-    _ = manifest.ann_files
+    for file in manifest.own_files:
+        data_path(file.path)
     # The rows files must hold the rows of all shards, in ascending order, and be long
     # enough for their rows.
     before = -1

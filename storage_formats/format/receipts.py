@@ -15,7 +15,7 @@ from typing import Any
 from storage_formats.atomic import Json
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.file_check import FileEntry
-from storage_formats.format.json_values import write_json
+from storage_formats.format.json_values import read_json, write_json
 from storage_formats.format.layout import FORMAT_VERSION
 from storage_formats.format.places import Place
 
@@ -76,19 +76,6 @@ class ShardReceipt:
         value = write_json(self)
         return {**value, "crc32c": json_checksum(value)}
 
-    @classmethod
-    def from_json(cls, value: Json) -> ShardReceipt:
-        """Return the receipt described by `value`, a result of `to_json`.
-
-        Raises:
-            KeyError, TypeError, ValueError: a member is missing or not valid.
-        """
-        if value["crc32c"] != json_checksum(value):
-            raise ValueError("the receipt does not match its checksum")
-        members = {name: member for name, member in value.items() if name != "crc32c"}
-        files = tuple(FileEntry.staged_from_json(file) for file in value["files"])
-        return cls(**{**members, "files": files})
-
 
 def fetch_written(place: Place, receipts: Iterable[ShardReceipt], folder: str) -> None:
     """Make the files of finished shards in `folder` readable on this machine, for the
@@ -118,8 +105,10 @@ def read_receipts(
         receipts: dict[int, ShardReceipt] = {}
         for shard, data in zip(wanted, read, strict=True):
             with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):
-                receipt = ShardReceipt.from_json(json.loads(data or b""))
-                if (receipt.plan, receipt.shard) == (fingerprint, shard):
+                value = json.loads(data or b"")
+                receipt: ShardReceipt = read_json(ShardReceipt, value)
+                written = (value["crc32c"], receipt.plan, receipt.shard)
+                if written == (json_checksum(value), fingerprint, shard):
                     receipts[shard] = receipt
     lengths = place.lengths(
         file for receipt in receipts.values() for file in receipt.files

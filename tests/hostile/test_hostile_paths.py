@@ -15,6 +15,7 @@ from edje_index.errors import ModelError
 from edje_index.scoring.weights import DirectionWeights
 from storage_formats import CorruptIndexError, Manifest
 from storage_formats.format.checksum import json_checksum
+from storage_formats.format.json_values import read_json
 from storage_formats.format.places import Directory
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.shard_table import (
@@ -97,7 +98,7 @@ def test_shard_tables_receipts_and_bundles_are_checked(layout):
         entry = FileEntry(name, 1, 1)
         receipt = ShardReceipt(0, "plan", 4, 4, 0, {}, (entry,), {})
         with pytest.raises(ValueError, match=r"is not the path of a file|surrogates"):
-            ShardReceipt.from_json(receipt.to_json())
+            read_json(ShardReceipt, receipt.to_json())
 
         (layout.root / "bundle.json").write_text(json.dumps(bundle_with(name)))
         with pytest.raises(ModelError, match=r"not the path of a file|surrogates"):
