@@ -20,7 +20,6 @@ from storage_formats.errors import CorruptIndexError, cannot_read
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.file_check import (
     FileEntry,
-    check_content,
     compare_open,
     refuse,
 )
@@ -44,14 +43,10 @@ _COMPARED_BYTES = 1 << 30
 
 
 def read_shard_embeddings(
-    layout: Layout, spec: IndexSpec, shard: int, committed: FileEntry | None = None
+    layout: Layout, spec: IndexSpec, shard: int
 ) -> NDArray[np.float32]:
     """Read the embeddings of a shard, float32 [rows, embed_dim]. The embedding of a
-    hole is NaN.
-
-    Args:
-        committed: file entry in the shard table, which the file must match. None skips
-            this check.
+    hole is NaN. The file is not compared with its checksum.
     """
     path = layout.embedding_shard(shard)
     try:
@@ -60,8 +55,6 @@ def read_shard_embeddings(
     except OSError as error:
         raise cannot_read(path, error) from error
     _check_length(str(path), len(data), spec)
-    if committed is not None:
-        check_content(path, committed, data)
     rows = len(spec.shard_rows(shard))
     return np.frombuffer(data, "<f4", rows * spec.embed_dim).reshape(rows, -1)
 
@@ -109,18 +102,22 @@ class IndexedEmbeddings:
             yield positions + shard * self.spec.shard_size, embeddings[positions]
 
 
-def read_embeddings(index: CommittedIndex, row_ids: RowIds) -> NDArray[np.float32]:
+def read_embeddings(
+    index: CommittedIndex, row_ids: RowIds, *, compares_all: bool = False
+) -> NDArray[np.float32]:
     """Read the embeddings of `row_ids`, in the order of `row_ids`, float32 [k,
     embed_dim]. The embedding of a hole is NaN.
 
     Args:
         row_ids: [k], row ids in any order. Duplicates are allowed.
+        compares_all: True never skips the check of a file.
     """
     spec = index.manifest.spec
     ids = check_row_ids(row_ids, spec.rows)
     check_rows_in_use(ids, spec)
     shards, counts = np.unique(ids // spec.shard_size, return_counts=True)
-    if index.remote is None and 4 * spec.used_rows * spec.embed_dim > _COMPARED_BYTES:
+    is_large = 4 * spec.used_rows * spec.embed_dim > _COMPARED_BYTES
+    if is_large and index.remote is None and not compares_all:
         shards = shards[counts * _SPARSE >= spec.shard_size]
     committed = CommittedFiles(index, EMBEDDING_FILE).files(shards.tolist())
     index.fetch(committed.values())

@@ -10,10 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from storage_formats.arrays import Floats, Ints
+from storage_formats.arrays import Ints
 from storage_formats.errors import TaskInterrupted
-from storage_formats.format.committed_files import CommittedFiles
-from storage_formats.format.layout import EMBEDDING_FILE, IndexSpec
+from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt
@@ -27,12 +26,11 @@ from storage_formats.format.rows import (
     stored_schema,
 )
 from storage_formats.format.tombstones import Tombstones
-from storage_formats.reading.embeddings import read_shard_embeddings
-from storage_formats.reading.memory import aligned_bytes
+from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.token_store import TokenStore
 from storage_formats.writing.shard_writer import ShardWriter
 
-PIECE_BYTES = 8 << 20
+_PIECE_BYTES = 8 << 20
 ERASED = "erased"
 """The reason of the failed rows whose data an erasure has removed."""
 _LOST_ORIGINAL = {
@@ -71,11 +69,6 @@ class RowCopier:
         self._renumber = renumber
         self._erased = erased
         self._stores = {name: TokenStore(source, name) for name in spec.precisions}
-        sizes = [store.record_bytes for store in self._stores.values()]
-        # The buffer is reused, because new memory for each piece would cost a page
-        # fault per 4 KiB.
-        self._buffer = aligned_bytes(max(PIECE_BYTES, *sizes))
-        self._embedding_files = CommittedFiles(source, EMBEDDING_FILE)
 
     def close(self) -> None:
         """Close the token files of the source."""
@@ -114,36 +107,16 @@ class RowCopier:
             self._target, self._spec, shard, erases=self._erased is not None
         ) as writer:
             for name, file in writer.tokens.items():
-                size = file.codec.record_bytes
-                step = max(1, PIECE_BYTES // size)
-                buffer = self._buffer[: step * size].reshape(step, size)
-                for start in range(0, len(indexed), step):
+                store = self._stores[name]
+                step = max(1, _PIECE_BYTES // store.record_bytes)
+                for piece in np.split(indexed, range(step, len(indexed), step)):
                     if should_stop():
                         raise TaskInterrupted
-                    piece = indexed[start : start + step]
-                    records = buffer[: len(piece)]
-                    self._stores[name].fetch_records(row_ids[piece], records)
-                    file.put(piece, records)
-            self._copy_embeddings(row_ids, indexed, writer.embeddings)
+                    file.put(piece, store.fetch_records(row_ids[piece]))
+            writer.embeddings[indexed] = read_embeddings(
+                self._source, row_ids[indexed], compares_all=True
+            )
             return writer.commit(rows, plan)
-
-    def _copy_embeddings(self, row_ids: Ints, indexed: Ints, values: Floats) -> None:
-        """Copy the embeddings of the indexed rows from the source to `values`.
-
-        Args:
-            row_ids: int64 [k], row ids that the k rows of the shard have in the source.
-            indexed: positions of the rows to copy, in `row_ids` and in `values`.
-            values: embeddings of the new shard, float32 [shard_size, embed_dim].
-        """
-        source = self._source
-        spec = source.spec
-        shards, positions = np.divmod(row_ids[indexed], spec.shard_size)
-        entries = self._embedding_files.files(np.unique(shards).tolist())
-        source.fetch(entries.values())
-        for shard, committed in entries.items():
-            stored = read_shard_embeddings(source.layout, spec, shard, committed)
-            of_shard = shards == shard
-            values[indexed[of_shard]] = stored[positions[of_shard]]
 
 
 def with_row_ids(table: pa.Table, row_ids: range, originals: Ints) -> pa.Table:
