@@ -202,7 +202,7 @@ def _upgraded(
     files: dict[int, FileEntry] = {}
     tables = []
     for table in manifest.shard_tables:
-        lines = read_shard_table(layout.root, table)
+        lines = read_shard_table(layout, table)
         files |= {shard: file for shard, file in lines if _OLD_ROWS.match(file.path)}
         others = [line for line in lines if not _OLD_ROWS.match(line[1].path)]
         tables.append(write_shard_table(layout, others))
@@ -233,7 +233,7 @@ def _write_rows(
     """
     lines: dict[tuple[int | None, str], str | None] = {}
     for entry in edits:
-        with committed_content(layout.root, entry, "file of edits") as data:
+        with committed_content(layout, entry, "file of edits") as data:
             for line in read_table(data, VALUE_SCHEMA.names).to_pylist():
                 lines[line["row_id"], line["column"]] = line["value"]
     removed = frozenset(

@@ -43,6 +43,7 @@ from storage_formats.remote.objects import CHUNK_BYTES, Chunk
 from storage_formats.system_calls import MissingCallError, promised
 
 if TYPE_CHECKING:
+    from storage_formats.format.manifest import Manifest
     from storage_formats.format.places import Place
 
 # A plan lists the checksum of every list of inputs.
@@ -69,10 +70,8 @@ class Directory(Layout):
         """Return the path or the URL of a file, for messages."""
         return path
 
-    def of_snapshot(self, manifest: bytes) -> Directory:
-        """Return this place for readers of the snapshot whose `index.json` has the
-        contents `manifest`.
-        """
+    def of_snapshot(self, manifest: Manifest) -> Directory:
+        """Return this place for readers of the snapshot that `manifest` describes."""
         del manifest
         return Directory(self.root.absolute())
 

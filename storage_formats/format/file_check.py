@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +31,9 @@ from storage_formats.format.index_files import (
 )
 from storage_formats.format.json_values import read_json
 from storage_formats.format.layout import OWN_FOLDERS, SHARD_FOLDERS, Layout
+
+if TYPE_CHECKING:
+    from storage_formats.format.places import Place
 
 EXCHANGED = (
     "the file was damaged or replaced, or the whole index was replaced while the index"
@@ -303,12 +306,12 @@ def parsing(what: str, advice: str = "", remedy: str | None = None) -> Iterator[
 
 @contextlib.contextmanager
 def committed_content(
-    root: Path,
+    place: Place,
     entry: FileEntry,
     what: str,
     advice: str = "restore the file from a backup",
 ) -> Iterator[bytes]:
-    """Context manager that reads a committed file of the index at `root`, compares its
+    """Context manager that reads a committed file of the index at `place`, compares its
     contents with `entry`, and yields them. The `with` block parses the contents, see
     `parsing`.
 
@@ -316,8 +319,9 @@ def committed_content(
         what: kind of the file for error messages, such as "shard table".
         advice: what to do with a damaged file, for error messages.
     """
-    path = root / entry.path
+    place.fetch([entry])
+    path = place.root / entry.path
     with parsing(f"the {what} {path}", advice):
-        data = read_index_file(root, path, max_bytes=entry.bytes)
+        data = read_index_file(place.root, path, max_bytes=entry.bytes)
         check_content(f"the {what} {path}", entry, data)
         yield data

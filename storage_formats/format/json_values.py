@@ -67,23 +67,21 @@ def read_json(kind: Any, value: Any, name: str = "it") -> Any:
     return value
 
 
-def write_json(value: Any) -> dict[str, Any]:
-    """Return the members of a dataclass as JSON, from which `read_json` makes an equal
-    object. Members that are None are left out.
+def write_json(value: Any) -> Any:
+    """Return `value` as JSON, from which `read_json` makes an equal object. Members of
+    dataclasses that are None are left out.
     """
+    if isinstance(value, tuple):
+        return [write_json(each) for each in value]
+    if hasattr(value, "from_json"):
+        return value.to_json()
+    if not dataclasses.is_dataclass(value):
+        return value
     return {
-        name: _written(member)
+        name: write_json(member)
         for name, member in vars(value).items()
         if member is not None
     }
-
-
-def _written(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_written(each) for each in value]
-    if hasattr(value, "to_json"):
-        return value.to_json()
-    return write_json(value) if dataclasses.is_dataclass(value) else value
 
 
 _types_of = functools.cache(typing.get_type_hints)

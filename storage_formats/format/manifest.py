@@ -23,7 +23,7 @@ from storage_formats.errors import (
     cannot_read,
 )
 from storage_formats.format.checksum import json_checksum
-from storage_formats.format.file_check import FileEntry, data_path
+from storage_formats.format.file_check import FileEntry, committed_content, data_path
 from storage_formats.format.journal import end_erasure
 from storage_formats.format.json_values import read_json, write_json
 from storage_formats.format.layout import (
@@ -35,11 +35,7 @@ from storage_formats.format.layout import (
 from storage_formats.format.places import Place, reading_place
 from storage_formats.format.shard_table import read_shard_table
 from storage_formats.format.source_columns import SourceColumn, check_columns
-from storage_formats.format.tombstones import (
-    Tombstones,
-    read_removed,
-    read_tombstones,
-)
+from storage_formats.format.tombstones import Tombstones, hashes_in
 from storage_formats.remote.objects import ObjectFolder, ObjectStoreError
 from storage_formats.remote.urls import IndexLocation
 
@@ -210,7 +206,7 @@ class Manifest:
             IncompleteIndexError: the build of the index has not finished.
             CorruptIndexError: `index.json` is damaged.
         """
-        return _load(reading_place(root), snapshot)[1]
+        return _load(reading_place(root), snapshot)
 
     @classmethod
     def parse(cls, data: bytes, where: IndexLocation) -> Manifest:
@@ -349,16 +345,29 @@ class CommittedIndex:
     @functools.cached_property
     def deleted(self) -> Tombstones:
         """The tombstones of the snapshot, read at the first access."""
-        self.fetch(filter(None, [self.manifest.snapshot.deleted]))
-        return read_tombstones(self.root, self.spec, self.manifest.snapshot)
+        snapshot = self.manifest.snapshot
+        if snapshot.deleted is None:
+            return Tombstones()
+        what = "file of deleted rows"
+        with committed_content(self.place, snapshot.deleted, what) as data:
+            tombstones = Tombstones.from_bytes(data, self.spec)
+            if len(tombstones) != snapshot.deleted_rows:
+                raise ValueError(
+                    f"it marks {len(tombstones)} rows as deleted, but index.json lists"
+                    f" {snapshot.deleted_rows}"
+                )
+        return tombstones
 
     @functools.cached_property
     def removed(self) -> frozenset[bytes]:
         """The `input_hash` of each input that users have deleted, and that an update
         must not add again.
         """
-        self.fetch(filter(None, [self.manifest.removed]))
-        return read_removed(self.root, self.manifest.removed)
+        removed = self.manifest.removed
+        if removed is None:
+            return frozenset()
+        with committed_content(self.place, removed, "file of removed inputs") as data:
+            return hashes_in(data)
 
     @classmethod
     def open(
@@ -370,13 +379,13 @@ class CommittedIndex:
         place = reading_place(location)
         if place.erased.exists():
             end_erasure(place)
-        data, manifest = _load(place, snapshot)
-        return cls(place.of_snapshot(data), manifest)
+        manifest = _load(place, snapshot)
+        return cls(place.of_snapshot(manifest), manifest)
 
     @classmethod
     def at(cls, place: Place, snapshot: int | None = None) -> CommittedIndex:
         """Open the index at the place of a writer, like `open`."""
-        return cls(place, _load(place, snapshot)[1])
+        return cls(place, _load(place, snapshot))
 
     def reopen(self) -> CommittedIndex:
         """Open the current snapshot of the index.
@@ -387,13 +396,12 @@ class CommittedIndex:
             IncompleteIndexError, CorruptIndexError: as for `Manifest.load`.
         """
         current = CommittedIndex.open(self.location)
-
         # No change of an index changes these values.
-        def identity(manifest: Manifest) -> tuple[object, ...]:
-            model = (manifest.model or {}).get("fingerprint")
-            return manifest.plan, manifest.spec.shard_size, model
-
-        if identity(self.manifest) != identity(current.manifest):
+        identities = {
+            (each.plan, each.spec.shard_size, each.model.get("fingerprint"))
+            for each in (self.manifest, current.manifest)
+        }
+        if len(identities) > 1:
             raise UsageError(
                 f"the index at {self.location} was replaced by another index; open the"
                 " index again"
@@ -418,7 +426,7 @@ class CommittedIndex:
         self.fetch(tables)
         for segment, table in zip(spec.used_segments, tables, strict=True):
             in_segment = spec.segment_shards(segment)
-            for shard, file in read_shard_table(self.root, table):
+            for shard, file in read_shard_table(self.place, table):
                 if shard in in_segment:
                     listed.setdefault(shard, {})[file.path] = file
         # Only now, because the tables show that the index has so many shards.
@@ -439,14 +447,14 @@ def index_exists(location: IndexLocation) -> bool:
     return place.read(place.manifest, MAX_MANIFEST_BYTES) not in (None, REPLACED)
 
 
-def _load(place: Place, snapshot: int | None) -> tuple[bytes, Manifest]:
-    """Read the manifest of the index at `place`. Return its bytes, too. For the other
-    argument and the errors, see `Manifest.load`.
+def _load(place: Place, snapshot: int | None) -> Manifest:
+    """Read the manifest of the index at `place`. For the other argument and the errors,
+    see `Manifest.load`.
     """
     current = _read(place, place.manifest)
     if current is None:
         raise _absent(place)
-    number = current[1].snapshot.number
+    number = current.snapshot.number
     if snapshot is None or as_count(snapshot, "snapshot", least=0) == number:
         return current
     earlier = _read(place, place.snapshot(snapshot))
@@ -454,7 +462,7 @@ def _load(place: Place, snapshot: int | None) -> tuple[bytes, Manifest]:
         numbers = [number]
         # A web server lists no files.
         with contextlib.suppress(ObjectStoreError):
-            numbers = [*earlier_snapshots(place, current[1]), number]
+            numbers = [*earlier_snapshots(place, current), number]
         kept = ", ".join(map(str, numbers))
         raise UsageError(
             f"{place.location} has no snapshot {snapshot}; choose one of: {kept}",
@@ -463,8 +471,8 @@ def _load(place: Place, snapshot: int | None) -> tuple[bytes, Manifest]:
     return earlier
 
 
-def _read(place: Place, path: Path) -> tuple[bytes, Manifest] | None:
-    """Return the bytes and the contents of a manifest; None if there is none."""
+def _read(place: Place, path: Path) -> Manifest | None:
+    """Return the contents of a manifest; None if there is none."""
     where = place.address(path)
     try:
         data = place.read(path, MAX_MANIFEST_BYTES)
@@ -472,7 +480,7 @@ def _read(place: Place, path: Path) -> tuple[bytes, Manifest] | None:
         raise cannot_read(where, error, "restore the file from a backup") from error
     if data is None or data == REPLACED:
         return None
-    return data, Manifest.parse(data, where)
+    return Manifest.parse(data, where)
 
 
 def _absent(place: Place) -> EdjeError:
@@ -522,7 +530,7 @@ def named_files(
     yield from {file for each in manifests for file in each.own_files}
     index.fetch(tables)
     for table in tables:
-        yield from (file for _, file in read_shard_table(index.root, table))
+        yield from (file for _, file in read_shard_table(index.place, table))
 
 
 def kept_snapshots(index: CommittedIndex) -> list[Manifest]:
@@ -536,7 +544,7 @@ def kept_snapshots(index: CommittedIndex) -> list[Manifest]:
     numbers = earlier_snapshots(place, index.manifest)
     # A change may remove a snapshot after `earlier_snapshots` listed it.
     earlier = filter(None, [_read(place, place.snapshot(each)) for each in numbers])
-    return [*(manifest for _, manifest in earlier), index.manifest]
+    return [*earlier, index.manifest]
 
 
 def earlier_snapshots(place: Place, current: Manifest) -> list[int]:

@@ -95,10 +95,7 @@ def read_offset(place: Place, spec: IndexSpec) -> Offset | None:
         return None
     m, d = spec.block_shape
     (entry,) = offset_files(spec)
-    place.fetch([entry])
-    with committed_content(
-        place.root, entry, "offset block", "repair the index"
-    ) as data:
+    with committed_content(place, entry, "offset block", "repair the index") as data:
         offset: Offset = np.frombuffer(data, dtype="<f4").astype(np.float32)
         offset = offset.reshape(m, d)
         check_offset(offset, spec.block_shape)

@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from storage_formats.atomic import Json, json_bytes, replacing, write_bytes_atomic
+from storage_formats.atomic import Json, json_bytes, replacing
 from storage_formats.cache import cache_directory
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.format.checksum import crc32c, to_hex
 from storage_formats.format.directory import MAX_BYTES
 from storage_formats.format.file_check import FileEntry, checked_pieces
-from storage_formats.format.layout import ROOT, Layout
+from storage_formats.format.layout import Layout
 from storage_formats.remote.objects import (
     CHUNK_BYTES,
     Chunk,
@@ -47,6 +47,7 @@ from storage_formats.remote.objects import (
 from storage_formats.remote.urls import STORE_SCHEMES
 
 if TYPE_CHECKING:
+    from storage_formats.format.manifest import Manifest
     from storage_formats.format.places import Place
 
 CHECKSUM = "crc32c"
@@ -135,8 +136,16 @@ class Prefix(Layout):
     def address(self, path: Path) -> str:
         return self.folder.url_of(self.relative(path))
 
-    def of_snapshot(self, manifest: bytes) -> Prefix:
-        return replace(self, root=_cached_snapshot(self.root, manifest))
+    def of_snapshot(self, manifest: Manifest) -> Prefix:
+        contents = json_bytes(manifest.to_json())
+        root = self.root / hashlib.sha256(contents).hexdigest()[:32]
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.utime(root)
+        for other in self.root.iterdir():
+            with contextlib.suppress(OSError):
+                if time.time() - other.stat().st_mtime > _KEPT_SECONDS:
+                    shutil.rmtree(other)
+        return replace(self, root=root)
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
@@ -402,26 +411,6 @@ class Prefix(Layout):
                     " changes; build in a directory, and copy the index there"
                 )
         _honest.add(bucket)
-
-
-def _cached_snapshot(of_index: Path, manifest: bytes) -> Path:
-    """Return the cache directory of one snapshot of an index, and create it if it is
-    missing. Delete cached snapshots of the same index that were not opened for a week.
-
-    Args:
-        of_index: directory of the cached snapshots of the index.
-        manifest: the bytes of the `index.json` of the snapshot.
-    """
-    root = of_index / hashlib.sha256(manifest).hexdigest()[:32]
-    if not (root / ROOT).exists():
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_bytes_atomic(root / ROOT, manifest)
-    os.utime(root)
-    for other in of_index.iterdir():
-        with contextlib.suppress(OSError):
-            if time.time() - other.stat().st_mtime > _KEPT_SECONDS:
-                shutil.rmtree(other)
-    return root
 
 
 def _clock() -> float:

@@ -5,7 +5,6 @@ section 5).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -36,14 +35,14 @@ SHARD_TABLE_SCHEMA = pa.schema(
 )
 
 
-def read_shard_table(root: Path, table: FileEntry) -> list[tuple[int, FileEntry]]:
+def read_shard_table(place: Place, table: FileEntry) -> list[tuple[int, FileEntry]]:
     """Read the shard table with the file entry `table`. Return a pair (shard number,
     file entry) for each line.
 
     Raises:
         CorruptIndexError: the table is missing or damaged.
     """
-    with committed_content(root, table, "shard table") as data:
+    with committed_content(place, table, "shard table") as data:
         return table_lines(read_table(data, SHARD_TABLE_SCHEMA.names))
 
 

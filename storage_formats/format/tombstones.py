@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -19,11 +18,10 @@ from storage_formats.errors import (
     RowIdError,
     UsageError,
 )
-from storage_formats.format.file_check import FileEntry, committed_content
 from storage_formats.format.layout import IndexSpec
 
 if TYPE_CHECKING:
-    from storage_formats.format.manifest import CommittedIndex, Snapshot
+    from storage_formats.format.manifest import CommittedIndex
 
 RowIds: TypeAlias = Sequence[int] | NDArray[np.integer]
 """Row ids [k], as a sequence or an array of integers."""
@@ -186,25 +184,6 @@ def check_rows_in_use(row_ids: Ints, spec: IndexSpec) -> None:
         )
 
 
-def read_tombstones(root: Path, spec: IndexSpec, snapshot: Snapshot) -> Tombstones:
-    """Read the tombstones of a snapshot of the index at `root`.
-
-    Raises:
-        CorruptIndexError: the file is missing or damaged.
-    """
-    entry = snapshot.deleted
-    if entry is None:
-        return Tombstones()
-    with committed_content(root, entry, "file of deleted rows") as data:
-        tombstones = Tombstones.from_bytes(data, spec)
-        if len(tombstones) != snapshot.deleted_rows:
-            raise ValueError(
-                f"it marks {len(tombstones)} rows as deleted, but index.json lists"
-                f" {snapshot.deleted_rows}"
-            )
-    return tombstones
-
-
 _HASH_BYTES = 16
 
 
@@ -221,19 +200,17 @@ def input_hash(uri: str, uri_raw: bytes | None, content_hash: str | None) -> byt
     return hashlib.blake2b(text, digest_size=_HASH_BYTES).digest()
 
 
-def read_removed(root: Path, entry: FileEntry | None) -> frozenset[bytes]:
-    """Read the file with the `input_hash` of each removed input of the index at `root`.
+def hashes_in(data: bytes) -> frozenset[bytes]:
+    """Return the hashes in `data`, the contents of the file of removed inputs: the
+    sorted results of `input_hash`.
 
     Raises:
-        CorruptIndexError: the file is missing or damaged.
+        ValueError: `data` has another length than such a file.
     """
-    if entry is None:
-        return frozenset()
-    with committed_content(root, entry, "file of removed inputs") as data:
-        if len(data) % _HASH_BYTES:
-            raise ValueError(f"its length is not a multiple of {_HASH_BYTES}")
-        starts = range(0, len(data), _HASH_BYTES)
-        return frozenset(bytes(data[start : start + _HASH_BYTES]) for start in starts)
+    if len(data) % _HASH_BYTES:
+        raise ValueError(f"its length is not a multiple of {_HASH_BYTES}")
+    starts = range(0, len(data), _HASH_BYTES)
+    return frozenset(data[start : start + _HASH_BYTES] for start in starts)
 
 
 def live_rows(index: CommittedIndex) -> Ints:

@@ -108,4 +108,4 @@ def test_shard_tables_receipts_and_bundles_are_checked(layout):
         if name != "\ud800":
             table = write_shard_table(layout, [(0, entry)])
             with pytest.raises(CorruptIndexError, match="is not the path of a file"):
-                read_shard_table(layout.root, table)
+                read_shard_table(layout, table)

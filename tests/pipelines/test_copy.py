@@ -113,7 +113,7 @@ def test_a_killed_copy_leaves_no_stray_files(index, tmp_path):
 def test_a_table_cannot_name_other_files_than_data_files(index, tmp_path, path):
     manifest = Manifest.load(index)
     [table] = manifest.shard_tables
-    files = read_shard_table(index, table)
+    files = read_shard_table(Directory(index), table)
     named = write_shard_table(Directory(index), [*files, (0, FileEntry(path, 5, 0))])
     replace(manifest, shard_tables=(named,)).write(Directory(index))
     with pytest.raises(CorruptIndexError, match=re.escape(path)):

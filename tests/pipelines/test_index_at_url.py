@@ -303,7 +303,7 @@ def test_an_index_cannot_make_verify_touch_other_files(
     outside.parent.mkdir(exist_ok=True)
     outside.write_text("precious")
     entry = FileEntry(str(outside) if is_absolute else "../outside", 8, 0)
-    lines = read_shard_table(local, Manifest.load(local).shard_tables[0])
+    lines = read_shard_table(Directory(local), Manifest.load(local).shard_tables[0])
     if lists == "ann":
         list_files(local, lines, entry.to_json())
     else:
@@ -315,7 +315,7 @@ def test_an_index_cannot_make_verify_touch_other_files(
 
 def test_a_file_listed_for_another_shard_is_a_problem(local):
     path = "tokens/bf16/c.0.0.0"
-    lines = read_shard_table(local, Manifest.load(local).shard_tables[0])
+    lines = read_shard_table(Directory(local), Manifest.load(local).shard_tables[0])
     entry = next(entry for _, entry in lines if entry.path == path)
     list_files(local, [*lines, (1, entry)])
     (problem,) = verify_index(URL)

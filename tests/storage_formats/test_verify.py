@@ -134,9 +134,9 @@ def test_reads_of_shard_tables_do_not_grow_with_the_snapshots(copy, monkeypatch)
     delete_rows(copy, rows=[5])
     reads = []
 
-    def read(root, table):
+    def read(place, table):
         reads.append(table)
-        return read_shard_table(root, table)
+        return read_shard_table(place, table)
 
     monkeypatch.setattr("storage_formats.format.manifest.read_shard_table", read)
     assert verify_index(copy) == []
