@@ -91,3 +91,8 @@ def json_checksum(value: dict[str, Any]) -> str:
         members, sort_keys=True, ensure_ascii=False, separators=(",", ":")
     )
     return to_hex(crc32c(text.encode(errors="backslashreplace")))
+
+
+def with_checksum(value: dict[str, Any]) -> dict[str, Any]:
+    """Return `value` with the member `crc32c`, its `json_checksum`."""
+    return {**value, "crc32c": json_checksum(value)}

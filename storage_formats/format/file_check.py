@@ -15,11 +15,9 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from storage_formats.arguments import shown
 from storage_formats.errors import CorruptIndexError, MachineError, cannot_read
@@ -34,6 +32,7 @@ from storage_formats.format.layout import OWN_FOLDERS, SHARD_FOLDERS, Layout
 
 if TYPE_CHECKING:
     from storage_formats.format.places import Place
+    from storage_formats.remote.objects import Chunk
 
 EXCHANGED = (
     "the file was damaged or replaced, or the whole index was replaced while the index"
@@ -50,8 +49,6 @@ _compared: set[tuple[object, ...]] = set()
 """Files whose contents this process has compared at their first use. Each item consists
 of the entry and the identity of the file (device, inode, size and modification time).
 """
-
-Piece = TypeVar("Piece", bound=bytes | memoryview)
 
 
 @dataclass(frozen=True)
@@ -236,28 +233,9 @@ def check_file(root: Path, entry: FileEntry) -> Problem | None:
         return Problem(entry.path, "missing-file", f"cannot be read: {error.strerror}")
 
 
-def check_content(
-    path: str | Path,
-    entry: FileEntry,
-    content: bytes | NDArray[np.uint8],
-    *,
-    row_ids: Sequence[int] = (),
-) -> None:
-    """Compare `content`, read from the file at `path`, with the file entry `entry`.
-
-    Args:
-        row_ids: row ids for which the file was read.
-
-    Raises:
-        CorruptIndexError: the length or CRC-32C of `content` differs from `entry`. The
-            attribute `row_ids` of the error has the row ids of the argument.
-    """
-    refuse(path, difference(entry, len(content), crc32c(content)), row_ids)
-
-
 def checked_pieces(
-    path: str | Path, entry: FileEntry, pieces: Iterable[Piece]
-) -> Iterator[Piece]:
+    path: str | Path, entry: FileEntry, pieces: Iterable[Chunk]
+) -> Iterator[Chunk]:
     """Yield `pieces`, the contents of the file at `path`, and compare them with `entry`
     after the last one.
 
@@ -323,5 +301,6 @@ def committed_content(
     path = place.root / entry.path
     with parsing(f"the {what} {path}", advice):
         data = read_index_file(place.root, path, max_bytes=entry.bytes)
-        check_content(f"the {what} {path}", entry, data)
+        problem = difference(entry, len(data), crc32c(data))
+        refuse(f"the {what} {path}", problem)
         yield data

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from storage_formats.atomic import Json, fsync_path, json_bytes
 from storage_formats.errors import EdjeError
-from storage_formats.format.checksum import json_checksum
+from storage_formats.format.checksum import json_checksum, with_checksum
 from storage_formats.format.file_check import parsing
 from storage_formats.format.places import Place
 
@@ -37,8 +37,7 @@ class Journal:
 
     def write(self, place: Place) -> None:
         """Write the journal of the index at `place`."""
-        checksum = json_checksum(vars(self))
-        place.write(place.journal, json_bytes({**vars(self), "crc32c": checksum}))
+        place.write(place.journal, json_bytes(with_checksum(vars(self))))
 
 
 def read_journal(place: Place) -> Journal | None:

@@ -22,7 +22,7 @@ from storage_formats.errors import (
     UsageError,
     cannot_read,
 )
-from storage_formats.format.checksum import json_checksum
+from storage_formats.format.checksum import json_checksum, with_checksum
 from storage_formats.format.file_check import FileEntry, committed_content, data_path
 from storage_formats.format.journal import end_erasure
 from storage_formats.format.json_values import read_json, write_json
@@ -270,7 +270,7 @@ class Manifest:
             **members.pop("spec"),
             **members,
         }
-        return {**value, "crc32c": json_checksum(value)}
+        return with_checksum(value)
 
     def write(self, place: Place) -> None:
         """Replace `index.json`. This commits the snapshot."""

@@ -35,17 +35,20 @@ def table_bytes(table: pa.Table) -> bytes:
     file is compressed with zstd, unless it would then be so short that `read_table`
     would take it for damaged.
     """
-    data = _encoded(table, compression="zstd")
+    data = parquet_bytes(table, compression="zstd")
     # A table with fewer bytes has so few values that `read_table` always accepts it.
     if table.nbytes > _MIN_VALUE_BYTES * _SMALL_VALUES:
         try:
             read_table(data)
         except ValueError:
-            return _encoded(table, compression="none", use_dictionary=False)
+            return parquet_bytes(table, compression="none", use_dictionary=False)
     return data
 
 
-def _encoded(table: pa.Table, **options: Any) -> bytes:
+def parquet_bytes(table: pa.Table, **options: Any) -> bytes:
+    """Return `table` as the contents of a Parquet file. `options` are those of
+    `pyarrow.parquet.write_table`.
+    """
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, **options)
     data: bytes = sink.getvalue().to_pybytes()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from storage_formats.atomic import Json
-from storage_formats.format.checksum import json_checksum
+from storage_formats.format.checksum import json_checksum, with_checksum
 from storage_formats.format.file_check import FileEntry
 from storage_formats.format.json_values import read_json, write_json
 from storage_formats.format.layout import FORMAT_VERSION
@@ -73,8 +73,7 @@ class ShardReceipt:
         """Return the receipt as a JSON object. Its member `crc32c` is the
         `json_checksum` of the other members.
         """
-        value = write_json(self)
-        return {**value, "crc32c": json_checksum(value)}
+        return with_checksum(write_json(self))
 
 
 def fetch_written(place: Place, receipts: Iterable[ShardReceipt], folder: str) -> None:

@@ -17,12 +17,7 @@ from storage_formats.arguments import as_list, did_you_mean
 from storage_formats.arrays import Ints
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.committed_files import table_groups
-from storage_formats.format.file_check import (
-    EXCHANGED,
-    FileEntry,
-    check_content,
-    parsing,
-)
+from storage_formats.format.file_check import EXCHANGED, parsing
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex, Counts
@@ -38,7 +33,12 @@ from storage_formats.format.source_columns import (
     Value,
     as_type,
 )
-from storage_formats.format.tombstones import RowIds, check_row_ids, check_rows_in_use
+from storage_formats.format.tombstones import (
+    RowIds,
+    check_row_ids,
+    check_rows_in_use,
+    renumbered,
+)
 from storage_formats.remote.urls import IndexLocation
 
 INDEXED = "indexed"
@@ -191,16 +191,14 @@ def read_staged_rows(
     layout: Layout,
     shard: int,
     columns: list[str] | None = None,
-    staged: FileEntry | None = None,
     source_columns: Iterable[SourceColumn] = (),
 ) -> pa.Table:
-    """Read the rows of one shard that the current change has written, in row order.
+    """Read the rows of one shard that the current change has written, in row order. The
+    file is not compared with its checksum.
 
     Args:
         columns: names of the columns to read. None reads all columns that the rows
             files store.
-        staged: entry of the file in the receipt. The file must match this entry. None
-            skips the comparison.
         source_columns: source columns of the index. If the file lacks a column, its
             values are null in the result. If a column has a narrower type in the file,
             its values are converted.
@@ -210,14 +208,9 @@ def read_staged_rows(
         UsageError: `columns` contains a name that no column has.
     """
     path = layout.staged_rows(shard)
-    if staged is not None:
-        path = layout.root / staged.path
     schema = selected(stored_schema(source_columns), columns)
     with parsing(f"the rows of shard {shard} in {path}"):
-        most = None if staged is None else staged.bytes
-        data = read_index_file(layout.root, path, max_bytes=most)
-        if staged is not None:
-            check_content(path, staged, data)
+        data = read_index_file(layout.root, path)
         # `row_id` is always read: if the file lacks all requested source columns, the
         # number of rows would not be known otherwise.
         names = list(dict.fromkeys([*schema.names, "row_id"]))
@@ -502,11 +495,8 @@ def read_index_rows(
     fields = selected(stored_schema(index.manifest.columns), ["row_id", *names])
     tables = [fields.empty_table()]
     for group in iter_row_groups(index, ["row_id", *names], wanted):
-        row_ids_in_group = row_ids_of(group)
-        limits = [row_ids_in_group[0], row_ids_in_group[-1] + 1]
-        start, stop = np.searchsorted(wanted, limits)
-        lines_of_group = np.searchsorted(row_ids_in_group, wanted[start:stop])
-        tables.append(group.take(_indices(lines_of_group)))
+        is_wanted = renumbered(wanted, 0, row_ids_of(group)) >= 0
+        tables.append(group.take(_indices(np.flatnonzero(is_wanted))))
     return pa.concat_tables(tables).take(_indices(lines)).select(names)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from storage_formats.format.checksum import crc32c
 from storage_formats.format.file_check import (
@@ -17,7 +16,7 @@ from storage_formats.format.file_check import (
     data_path,
 )
 from storage_formats.format.layout import SHARD_TABLE_FILE
-from storage_formats.format.parquet import read_table
+from storage_formats.format.parquet import parquet_bytes, read_table
 
 if TYPE_CHECKING:
     from storage_formats.format.places import Place
@@ -68,9 +67,8 @@ def write_shard_table(
     ordered = sorted(files, key=lambda item: (item[0], item[1].path))
     lines = [{"shard": shard, **vars(file)} for shard, file in ordered]
     table = pa.Table.from_pylist(lines, SHARD_TABLE_SCHEMA)
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd", row_group_size=_TABLE_GROUP_LINES)
-    return write_named_file(place, SHARD_TABLE_FILE, sink.getvalue().to_pybytes())
+    data = parquet_bytes(table, compression="zstd", row_group_size=_TABLE_GROUP_LINES)
+    return write_named_file(place, SHARD_TABLE_FILE, data)
 
 
 def write_named_file(place: Place, name: str, data: bytes) -> FileEntry:

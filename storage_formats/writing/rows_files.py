@@ -11,15 +11,15 @@ import pyarrow.parquet as pq
 
 from storage_formats.atomic import naming, private_path
 from storage_formats.format.checksum import crc32c_file
-from storage_formats.format.file_check import FileEntry
+from storage_formats.format.file_check import FileEntry, committed_content
 from storage_formats.format.layout import ROWS_FILE, IndexSpec
 from storage_formats.format.manifest import CommittedIndex, RowsFile
+from storage_formats.format.parquet import read_table
 from storage_formats.format.places import Place
 from storage_formats.format.rows import (
     VALUE_SCHEMA,
     cast_columns,
     iter_row_groups,
-    read_staged_rows,
     row_ids_of,
     stored_schema,
     with_values,
@@ -66,35 +66,34 @@ def write_rows_files(
     changed = np.union1d(
         row_ids_of(values) // spec.shard_size, np.array([*staged], np.int64)
     )
-    # files that stay, and the shards (first, stop) of files to write, in row order
-    kept_or_written: list[RowsFile | tuple[int, int]] = []
+    # (first shard, stop, file if it stays) of each file after the change, in row order
+    parts: list[tuple[int, int, RowsFile | None]] = []
     stop = 0
-    old_files = () if before is None else before.manifest.rows_files
-    for position, file in enumerate(old_files):
-        assert before is not None
-        stop = before.manifest.stop_shard(position)
-        first, last = np.searchsorted(changed, [file.first_shard, stop])
-        kept_or_written.append(file if first == last else (file.first_shard, stop))
+    if before is not None:
+        for position, file in enumerate(before.manifest.rows_files):
+            stop = before.manifest.stop_shard(position)
+            limits = np.searchsorted(changed, [file.first_shard, stop])
+            is_unchanged = limits[0] == limits[1]
+            parts.append((file.first_shard, stop, file if is_unchanged else None))
     new = sorted(shard for shard in staged if shard >= stop)
     if new:
         first = new[0]
         rows = _rows(spec, first, spec.shards)
-        while kept_or_written:
-            earlier = kept_or_written[-1]
-            start = earlier[0] if isinstance(earlier, tuple) else earlier.first_shard
+        while parts:
+            start = parts[-1][0]
             of_earlier = _rows(spec, start, first)
             if of_earlier > 2 * rows or of_earlier >= _FILE_ROWS:
                 break
-            kept_or_written.pop()
+            parts.pop()
             first = start
             rows += of_earlier
-        kept_or_written.append((first, spec.shards))
+        parts.append((first, spec.shards, None))
     files = list[RowsFile]()
-    for each in kept_or_written:
-        if isinstance(each, RowsFile):
-            files.append(each)
+    for first, stop, unchanged in parts:
+        if unchanged is not None:
+            files.append(unchanged)
             continue
-        tables = _tables(place, spec, columns, *each, staged, before)
+        tables = _tables(place, spec, columns, first, stop, staged, before)
         schema = stored_schema(columns)
         changed_tables = (with_values(table, values) for table in tables)
         files += _write(place, schema, changed_tables, spec.shard_size)
@@ -120,7 +119,9 @@ def _tables(
     schema = stored_schema(columns)
 
     def written(shard: int) -> pa.Table:
-        return read_staged_rows(place, shard, None, staged[shard], columns)
+        what = f"file of the rows of shard {shard},"
+        with committed_content(place, staged[shard], what, advice="") as data:
+            return cast_columns(read_table(data), schema)
 
     old_stop = 0
     if before is not None:
