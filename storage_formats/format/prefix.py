@@ -44,7 +44,7 @@ from storage_formats.remote.objects import (
     ObjectVersion,
     UncertainWriteError,
 )
-from storage_formats.remote.urls import STORE_SCHEMES
+from storage_formats.remote.urls import STORE_SCHEMES, scheme_of
 
 if TYPE_CHECKING:
     from storage_formats.format.manifest import Manifest
@@ -105,7 +105,7 @@ class Prefix(Layout):
             OSError: the temporary directory cannot be created.
         """
         folder = ObjectFolder.open(url)
-        if folder.scheme not in STORE_SCHEMES:
+        if scheme_of(url) not in STORE_SCHEMES:
             raise UsageError(
                 f"{folder.url} can only be read, and not verified, because a web server"
                 " does not list files; write to a URL that begins with s3://, gs:// or"

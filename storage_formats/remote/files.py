@@ -33,6 +33,7 @@ from storage_formats.remote.urls import (
     hub_address,
     hub_kind,
     scheme_of,
+    web_address,
 )
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def read_remote(url: str, max_bytes: int) -> bytes:
         ValueError: a URL of the Hub names no repository, or the token is not valid.
     """
     if scheme_of(url) not in STORE_SCHEMES:
-        return _request(*_web_address(url), max_bytes)[1]
+        return _request(*web_address(url), max_bytes)[1]
     with _object(url) as (bucket, key):
         return bucket.read(key, max_bytes).data
 
@@ -193,7 +194,7 @@ def _web_range(url: str, offset: int, size: int) -> tuple[FileVersion, bytes]:
     If the server does not tell the length of the file, the length in the version is -1.
     Raises OSError (EPROTO) if the server sends another range.
     """
-    address, headers = _web_address(url)
+    address, headers = web_address(url)
     answered, data = _request(
         address, {**headers, "Range": f"bytes={offset}-{offset + size - 1}"}, size
     )
@@ -264,17 +265,6 @@ def list_remote_folder(url: str) -> tuple[dict[str, int], list[str]] | None:
         errno.EPROTO,
         f"the list of files continues at {page}, which was read before; check"
         " HF_ENDPOINT",
-    )
-
-
-def _web_address(url: str) -> tuple[str, dict[str, str]]:
-    """Return the URL of the content of a file, and the headers of a request for it."""
-    if scheme_of(url) != HUB_SCHEME:
-        return url, {}
-    server, repository, revision, path, headers = hub_address(url)
-    return (
-        f"{server}/{repository}/resolve/{quote(revision, safe='')}/{quote(path)}",
-        headers,
     )
 
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import quote, urlsplit
 
 from storage_formats.atomic import Json
 from storage_formats.errors import EdjeError, UsageError
@@ -26,8 +25,8 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.remote.urls import (
     HUB_CREDENTIALS,
     HUB_SCHEME,
-    hub_address,
     scheme_of,
+    web_address,
     without_credentials,
 )
 
@@ -88,26 +87,17 @@ class UncertainWriteError(ObjectStoreError):
 
 @dataclass(frozen=True)
 class ObjectVersion:
-    """One version of an object: the contents, and the identifiers of the version, which
-    conditional writes need.
+    """One version of an object.
 
     Attributes:
-        etag: ETag of this version, for conditional writes to S3 and Azure.
-        version: on Google Cloud Storage, the generation number. Elsewhere, the version
-            id if the bucket keeps versions.
+        data: the contents.
+        marks: the argument `mode` of `obstore.put` with which a write fails unless this
+            version is still current. It has the ETag, for S3 and Azure, and on Google
+            Cloud Storage the generation number.
     """
 
     data: bytes
-    etag: str | None
-    version: str | None = None
-
-    @property
-    def marks(self) -> dict[str, str]:
-        """The argument `mode` of `obstore.put` with which a write fails unless this
-        version is still current.
-        """
-        marks = {"e_tag": self.etag, "version": self.version}
-        return {name: value for name, value in marks.items() if value is not None}
+    marks: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -148,11 +138,6 @@ class ObjectFolder:
     def __reduce__(self) -> tuple[object, ...]:
         # A connection cannot be sent to another process, so a copy opens its own.
         return type(self).open, (self.url,)
-
-    @property
-    def scheme(self) -> str:
-        """Scheme of the URL, for example "s3"."""
-        return urlsplit(self.url).scheme
 
     def url_of(self, key: str) -> str:
         return f"{self.url}/{key}"
@@ -213,9 +198,7 @@ class ObjectFolder:
                     f" {max_bytes} are expected"
                 )
                 raise OSError(errno.EFBIG, reason, self.url_of(key))
-            return ObjectVersion(
-                bytes(result.bytes()), result.meta["e_tag"], result.meta["version"]
-            )
+            return ObjectVersion(bytes(result.bytes()), _marks(result.meta))
 
         return self._repeated(key, get)
 
@@ -366,7 +349,7 @@ class ObjectFolder:
             raise ObjectChangedError(
                 f"another writer changed {self.url_of(key)}"
             ) from error
-        return ObjectVersion(data, result["e_tag"], result["version"])
+        return ObjectVersion(data, _marks(result))
 
     def copy(self, key: str, target: str) -> None:
         """Copy an object of this folder to the key `target`, within the server."""
@@ -406,7 +389,7 @@ class ObjectFolder:
         except FileNotFoundError:
             return None
         except OSError:
-            return ObjectVersion(b"", None)
+            return ObjectVersion(b"", {})
         except ObjectStoreError as unreadable:
             raise UncertainWriteError(
                 f"it is not known whether {self.url_of(key)} was written, because its"
@@ -456,7 +439,7 @@ class ObjectFolder:
             advice = (
                 "check the URL, the network, and the credentials in the environment"
             )
-            if self.scheme == "s3" and "AWS_ACCESS_KEY_ID" not in os.environ:
+            if scheme_of(self.url) == "s3" and "AWS_ACCESS_KEY_ID" not in os.environ:
                 advice += (
                     ": AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE for a"
                     " profile of ~/.aws, or AWS_SKIP_SIGNATURE=true for a public bucket"
@@ -467,13 +450,19 @@ class ObjectFolder:
             ):
                 failure = AccessDeniedError
                 reason = "access denied"
-                if self.scheme == HUB_SCHEME:
+                if scheme_of(self.url) == HUB_SCHEME:
                     reason = "there is no such repository, or it is private"
                     advice = f"check the URL; {HUB_CREDENTIALS}"
             raise failure(
                 f"a request for {self.url_of(key)} failed: {reason}; {advice}, then try"
                 " again"
             ) from error
+
+
+def _marks(answer: Mapping[str, Any]) -> dict[str, str]:
+    """Return `ObjectVersion.marks` of the version that an answer of a store names."""
+    marks = {name: answer[name] for name in ("e_tag", "version")}
+    return {name: value for name, value in marks.items() if value is not None}
 
 
 def _reason(error: Exception) -> str:
@@ -504,8 +493,6 @@ def _open_store(url: str) -> ObjectStore:
     client: Any = {
         "timeout": _REQUEST_TIMEOUT,
         "read_timeout": _READ_TIMEOUT,
-        # The environment may name a server without encryption for the other schemes.
-        "allow_http": scheme != "https",
     }
     retry: Any = {
         "max_retries": _RETRIES,
@@ -517,14 +504,9 @@ def _open_store(url: str) -> ObjectStore:
         },
     }
     try:
-        address = url
-        if scheme == HUB_SCHEME:
-            server, repository, revision, path, client["default_headers"] = hub_address(
-                url
-            )
-            address = f"{server}/{repository}/resolve/{quote(revision, safe='')}"
-            address = f"{address}/{quote(path)}".rstrip("/")
-            client["allow_http"] = server.startswith("http://")
+        address, client["default_headers"] = web_address(url)
+        # The environment may name a server without encryption for the other schemes.
+        client["allow_http"] = scheme_of(address) != "https"
         return obstore.store.from_url(
             address, client_options=client, retry_config=retry, **settings
         )

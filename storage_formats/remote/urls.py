@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from storage_formats.arguments import as_path
 from storage_formats.errors import UsageError
@@ -88,10 +88,10 @@ def hub_kind(location: IndexLocation) -> str | None:
     """Return what a URL of the Hub names: "models", "datasets" or "spaces". Return
     None for other locations.
     """
-    scheme, _, rest = str(location).partition("://")
-    if not is_url(location) or scheme.lower() != HUB_SCHEME:
+    if scheme_of(str(location)) != HUB_SCHEME:
         return None
-    return rest.split("/")[0] if rest.split("/")[0] in _HUB_KINDS else "models"
+    first = str(location).partition("://")[2].partition("/")[0]
+    return first if first in _HUB_KINDS else "models"
 
 
 def hub_address(url: str) -> tuple[str, str, str, str, dict[str, str]]:
@@ -132,6 +132,17 @@ def hub_address(url: str) -> tuple[str, str, str, str, dict[str, str]]:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     path = "/".join(parts[length:])
     return endpoint, repository, unquote(revision) or "main", path, headers
+
+
+def web_address(url: str) -> tuple[str, dict[str, str]]:
+    """Return the URL on a web server of the file or folder at `url`, and the headers of
+    a request for it. If `url` is not a URL of the Hub, return it without headers.
+    """
+    if scheme_of(url) != HUB_SCHEME:
+        return url, {}
+    server, repository, revision, path, headers = hub_address(url)
+    address = f"{server}/{repository}/resolve/{quote(revision, safe='')}/{quote(path)}"
+    return address.rstrip("/"), headers
 
 
 def _looks_like_url(location: IndexLocation) -> bool:
