@@ -34,7 +34,7 @@ from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c_file
 from storage_formats.format.file_check import FileEntry
-from storage_formats.format.layout import IndexSpec
+from storage_formats.format.layout import ANN_FILE, IndexSpec
 from storage_formats.format.manifest import Ann, CommittedIndex, Manifest
 from storage_formats.format.places import Place
 from storage_formats.reading.embeddings import IndexedEmbeddings
@@ -375,7 +375,7 @@ def _write(place: Place, index: FaissIndex) -> dict[str, Any]:
     try:
         write_part(index, temporary)
         length, crc = crc32c_file(temporary)
-        file = FileEntry(place.relative(place.ann_part(crc)), length, crc)
+        file = FileEntry(ANN_FILE.format(crc), length, crc)
         place.put([(temporary, file)])
     finally:
         temporary.unlink(missing_ok=True)

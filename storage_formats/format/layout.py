@@ -33,6 +33,7 @@ SHARD_TABLE_FILE = "manifest/shards-{:08x}.parquet"
 TOMBSTONES_FILE = "manifest/deleted-{:08x}.bin"
 REMOVED_FILE = "manifest/removed-{:08x}.bin"
 ROWS_FILE = "rows/rows-{:08x}.parquet"
+ANN_FILE = "ann/index-{:08x}.faiss"
 
 # the directories with the files that shard tables list, and with those that manifests
 # list
@@ -264,9 +265,6 @@ class Layout:
     receipts = _Below("build/receipts")
     erased = _Below("build/erased")
     snapshots = _Below("snapshots")
-
-    def ann_part(self, crc32c: int) -> Path:
-        return self.ann / f"index-{crc32c:08x}.faiss"
 
     def token_array(self, precision: str) -> Path:
         return self.tokens / precision

@@ -304,14 +304,12 @@ def values_of_sources(
         values: dict[str, Value | None] = json.loads(text or "{}")
         for name, value in values.items():
             typed[name] = value
-            # Timestamps are stored as text, in ISO 8601 format.
-            is_text = isinstance(value, str)
-            column = columns.get(name)
-            if column is None or value is None:
-                continue
-            if is_text or column.fits(value):
-                with contextlib.suppress(ValueError):
-                    typed[name] = as_type(value, column.type)
+            if name in columns and value is not None:
+                column = columns[name]
+                # Timestamps are stored as text, in ISO 8601 format.
+                if isinstance(value, str) or column.fits(value):
+                    with contextlib.suppress(ValueError):
+                        typed[name] = as_type(value, column.type)
     return typed
 
 

@@ -78,16 +78,18 @@ def choose_offset(
         source: name of the precision to read.
         names: names of the precisions to add.
     """
-    kept = [manifest.spec for manifest in kept_snapshots(index)]
-    blocks = {spec.offset: spec for spec in kept if spec.offset is not None}
-    with_offset = {name for block in blocks for name in block.precisions}
-    plain = {name for spec in kept for name in spec.precisions} - with_offset
     offset = None
-    if blocks:
+    plain = set[str]()
+    with_offset = set[str]()
+    for manifest in kept_snapshots(index):
+        spec = manifest.spec
+        plain.update(spec.precisions)
         # The values of the offset block are the same in all snapshots. Only the lists
         # of precisions that use the offset block differ.
-        spec = next(iter(blocks.values()))
-        offset = read_offset(index.place, spec)
+        if spec.offset is not None:
+            with_offset.update(spec.offset.precisions)
+            offset = read_offset(index.place, spec)
+    plain -= with_offset
     if offset is None:
         offset = sampled_offset(index, source)
     if offset is None:

@@ -5,6 +5,7 @@ Records are copied without decoding.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -42,11 +43,12 @@ _LOST_ORIGINAL = {
 Stop = Callable[[], bool]
 
 
+@dataclass(eq=False)
 class RowCopier:
     """Copies rows of an index to new shards, and gives them new row ids. All data that
     is read is compared with its checksums.
 
-    Args:
+    Attributes:
         source: index to read.
         target: place of the index to write.
         spec: shape of the index to write.
@@ -55,20 +57,16 @@ class RowCopier:
         erased: rows that get neither data nor a name in the target.
     """
 
-    def __init__(
-        self,
-        source: CommittedIndex,
-        target: Place,
-        spec: IndexSpec,
-        renumber: Callable[[Ints], Ints],
-        erased: Tombstones | None = None,
-    ) -> None:
-        self._source = source
-        self._target = target
-        self._spec = spec
-        self._renumber = renumber
-        self._erased = erased
-        self._stores = {name: TokenStore(source, name) for name in spec.precisions}
+    source: CommittedIndex
+    target: Place
+    spec: IndexSpec
+    renumber: Callable[[Ints], Ints]
+    erased: Tombstones | None = None
+
+    def __post_init__(self) -> None:
+        self._stores = {
+            name: TokenStore(self.source, name) for name in self.spec.precisions
+        }
 
     def close(self) -> None:
         """Close the token files of the source."""
@@ -96,15 +94,15 @@ class RowCopier:
             TaskInterrupted: `should_stop` returned True. The unfinished files were
                 removed.
         """
-        columns = stored_schema(self._source.manifest.columns).names
-        table = read_index_rows(self._source, row_ids, columns)
-        originals = self._renumber(table["duplicate_of"].fill_null(-1).to_numpy())
-        rows = with_row_ids(table, self._spec.shard_rows(shard), originals)
-        if self._erased is not None:
-            rows = without_rows(rows, self._erased)
+        columns = stored_schema(self.source.manifest.columns).names
+        table = read_index_rows(self.source, row_ids, columns)
+        originals = self.renumber(table["duplicate_of"].fill_null(-1).to_numpy())
+        rows = with_row_ids(table, self.spec.shard_rows(shard), originals)
+        if self.erased is not None:
+            rows = without_rows(rows, self.erased)
         indexed = np.flatnonzero(rows["status"].to_numpy() == INDEXED)
         with ShardWriter(
-            self._target, self._spec, shard, erases=self._erased is not None
+            self.target, self.spec, shard, erases=self.erased is not None
         ) as writer:
             for name, file in writer.tokens.items():
                 store = self._stores[name]
@@ -114,7 +112,7 @@ class RowCopier:
                         raise TaskInterrupted
                     file.put(piece, store.fetch_records(row_ids[piece]))
             writer.embeddings[indexed] = read_embeddings(
-                self._source, row_ids[indexed], compares_all=True
+                self.source, row_ids[indexed], compares_all=True
             )
             return writer.commit(rows, plan)
 

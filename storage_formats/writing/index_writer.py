@@ -396,56 +396,53 @@ class IndexWriter:
         # that says so.
         with self._held_change:
             self._open = False
-            return self._committed(build_ann)
-
-    def _committed(self, build_ann: BuildAnn | None) -> Manifest:
-        place = self._place
-        if not len(self):
-            raise UsageError(
-                f"no row was appended to {place.location}; append at least one row"
-                " before you finish the index"
-            )
-        # The last shard may be shorter, and `len` counts full shards.
-        spec = self._spec_after
-        rows = len(self)
-        if self._rows:
-            self._commit_shard()
-        columns = self._columns.columns()
-        change = self._change
-        fetch_written(place, self._receipts, "build/rows/")
-        counts = total_counts(self._receipts)
-        tables = write_tables(place, spec, self._receipts, columns, change.before)
-        if change.before is None:
-            ann: Ann = {"kind": "none"}
-            if build_ann is not None:
-                fetch_written(place, self._receipts, "embeddings/")
-                ann = build_ann(place, spec)
-            fingerprint = hashlib.sha256(self._encoder.encode()).hexdigest()
-            manifest = Manifest(
-                spec=spec,
-                counts=counts,
-                model={"encoder": self._encoder, "fingerprint": fingerprint},
-                settings={},
-                plan=self._plan,
-                ann=ann,
-                created_by=created_by(),
-                columns=columns,
-                **tables,
-            )
-        else:
-            before = change.index.manifest
-            manifest = replace(
-                before,
-                spec=spec,
-                counts=add_counts(before.counts, counts),
-                ann=before.ann_after_append(),
-                columns=columns,
-                **tables,
-            )
-            details = {"first_row": self._first_row, "rows": rows}
-            manifest = change.new_snapshot(manifest, details)
-        change.commit(manifest)
-        return manifest
+            place = self._place
+            if not len(self):
+                raise UsageError(
+                    f"no row was appended to {place.location}; append at least one row"
+                    " before you finish the index"
+                )
+            # The last shard may be shorter, and `len` counts full shards.
+            spec = self._spec_after
+            rows = len(self)
+            if self._rows:
+                self._commit_shard()
+            columns = self._columns.columns()
+            change = self._change
+            fetch_written(place, self._receipts, "build/rows/")
+            counts = total_counts(self._receipts)
+            tables = write_tables(place, spec, self._receipts, columns, change.before)
+            if change.before is None:
+                ann: Ann = {"kind": "none"}
+                if build_ann is not None:
+                    fetch_written(place, self._receipts, "embeddings/")
+                    ann = build_ann(place, spec)
+                fingerprint = hashlib.sha256(self._encoder.encode()).hexdigest()
+                manifest = Manifest(
+                    spec=spec,
+                    counts=counts,
+                    model={"encoder": self._encoder, "fingerprint": fingerprint},
+                    settings={},
+                    plan=self._plan,
+                    ann=ann,
+                    created_by=created_by(),
+                    columns=columns,
+                    **tables,
+                )
+            else:
+                before = change.index.manifest
+                manifest = replace(
+                    before,
+                    spec=spec,
+                    counts=add_counts(before.counts, counts),
+                    ann=before.ann_after_append(),
+                    columns=columns,
+                    **tables,
+                )
+                details = {"first_row": self._first_row, "rows": rows}
+                manifest = change.new_snapshot(manifest, details)
+            change.commit(manifest)
+            return manifest
 
     def abort(self) -> None:
         """Remove all written files and close the writer. Does nothing if the writer

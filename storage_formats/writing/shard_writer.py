@@ -210,17 +210,14 @@ class ShardWriter:
         self._place.put(staged)
         return tuple(entry for _, entry in staged)
 
-    def abort(self) -> None:
-        """Remove the uncommitted files. Committed files stay."""
-        for file in self.tokens.values():
-            file.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.abort()
+        """Remove the uncommitted files. Committed files stay."""
+        for file in self.tokens.values():
+            file.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def outside(codecs: Iterable[Codec], blocks: Blocks) -> dict[int, str]:
