@@ -254,13 +254,13 @@ def _integer_code(number: np.float32, scale: np.float32) -> Any:
     return np.uint8(_bits(quotient + shifter))
 
 
-def _moments(bits: U16, width: Index, limit: float) -> Any:
+def _moments(magnitudes: F32, width: Index, limit: float) -> Any:
     """Return the sum of the magnitudes of a token up to `limit`, the sum of the larger
     ones, and the number of the larger ones.
     """
     small = large = larger = 0.0
     for i in range(width):
-        number = np.float64(_bf16(np.uint16(bits[i] & MAGNITUDE_BITS)))
+        number = np.float64(magnitudes[i])
         is_large = number > limit
         small += 0.0 if is_large else number
         large += number if is_large else 0.0
@@ -336,13 +336,13 @@ def encoder(form: Format, has_offset: bool) -> Callable[..., None]:
                             word = _sum(_bf16(word), np.float32(1), -offset[at + i])
                         bits[i] = word
                 if code_bits <= TWO:
+                    for i in range(width):
+                        numbers[i] = _bf16(np.uint16(bits[i] & MAGNITUDE_BITS))
                     limit = np.inf
                     if code_bits == TWO:
                         squares = 0.0
                         for i in range(width):
-                            number = np.float64(
-                                _bf16(np.uint16(bits[i] & MAGNITUDE_BITS))
-                            )
+                            number = np.float64(numbers[i])
                             squares += number * number
                         limit = 0.9816 * math.sqrt(squares / width)
                     largest = int(_largest_magnitude(bits, ZERO, width))
@@ -353,18 +353,15 @@ def encoder(form: Format, has_offset: bool) -> Callable[..., None]:
                     # the sum is exact, and therefore the same in any order.
                     steps = (largest >> 7) - (smallest >> 7)
                     if steps <= 53 - 8 - 16 and width <= 1 << 16:
-                        small, large, larger = _moments_in_any_order(bits, width, limit)
+                        small, large, larger = _moments_in_any_order(
+                            numbers, width, limit
+                        )
                     else:
-                        small, large, larger = _moments_in_order(bits, width, limit)
+                        small, large, larger = _moments_in_order(numbers, width, limit)
                     for i in range(width):
                         sign = np.uint8(np.uint16(bits[i] >> np.uint16(15)))
-                        is_large = np.uint8(0)
-                        if code_bits == TWO:
-                            number = np.float64(
-                                _bf16(np.uint16(bits[i] & MAGNITUDE_BITS))
-                            )
-                            is_large = np.uint8(2) if number > limit else is_large
-                        codes[i] = np.uint8(sign | is_large)
+                        is_large = np.float64(numbers[i]) > limit
+                        codes[i] = np.uint8(sign | np.uint8(2) * np.uint8(is_large))
                     weight = (width - larger) + LARGE_LEVEL * LARGE_LEVEL * larger
                     scale = _rounded_bf16(
                         np.float32((small + LARGE_LEVEL * large) / weight)
