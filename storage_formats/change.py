@@ -85,8 +85,8 @@ class UnfinishedChangeError(EdjeError):
 
 
 class Change:
-    """A change of an index, or one that writes a new index. `begin_change` and
-    `begin_new_index` yield an object of this class.
+    """A change of an index, or one that writes a new index. `begin_change` yields an
+    object of this class.
 
     If a method raises an OSError after the commit, `begin_change` raises an EdjeError
     instead, which says that the change is committed.
@@ -388,6 +388,8 @@ def begin_change(
     kind: str,
     request: Mapping[str, Any] | None = None,
     *,
+    is_new: bool = False,
+    notify: Notify = lambda message: None,
     dry_run: bool = False,
 ) -> Iterator[Change]:
     """Lock the index at `root` and begin a change, or resume the same change if it was
@@ -401,71 +403,51 @@ def begin_change(
         kind: kind of the change, for example "append".
         request: JSON object that says what the change is asked to do. A stopped change
             is resumed only if its kind and request are equal to these.
-        dry_run: True yields a change that takes no lock and writes nothing. `root` may
-            then be a URL that can only be read.
+        is_new: True writes a new index at `root`. If `root` holds an unfinished index
+            of the same kind but with another request, its files are removed, and the
+            new index is written from the beginning.
+        notify: receives a message if an unfinished index is removed.
+        dry_run: True yields a change that takes no lock and writes nothing. If the
+            index exists, `root` may then be a URL that can only be read.
 
     Raises:
-        UsageError: there is no index at `root`, or it cannot be written there.
+        UsageError: there is no index at `root`, or it cannot be written there. Or
+            `is_new` is True, and `root` holds a finished index or other files, or lies
+            inside an index.
         UnfinishedChangeError: another change of the index was stopped, and has a plan
             or finished shards.
         EdjeError: another process is changing the index; or the change is committed,
             but a later step failed.
         OSError: the index cannot be written. `index.json` is unchanged.
     """
-    if dry_run:
+    if not is_new:
+        # If there is no index, no claim is made, because that would create the
+        # directory.
         index = CommittedIndex.open(root)
-        yield Change(index.place, index, kind, request, is_dry=True)
-        return
-    # If there is no index, no claim is made, because that would create the directory.
-    CommittedIndex.open(root)
-    with open_place(root) as place, place.claimed():
-        earlier = _recover(place)
-        change = Change(place, CommittedIndex.at(place), kind, request)
-        with change._running(earlier):
-            yield change
-
-
-@contextlib.contextmanager
-def begin_new_index(
-    root: IndexLocation,
-    kind: str,
-    request: Mapping[str, Any] | None = None,
-    *,
-    notify: Notify = lambda message: None,
-    dry_run: bool = False,
-) -> Iterator[Change]:
-    """Lock the directory `root` and begin to write a new index, or resume the same
-    change if it was stopped. For the other arguments and errors, see `begin_change`.
-
-    If `root` holds an unfinished index of the same kind but with another request, its
-    files are removed, and the new index is written from the beginning.
-
-    Args:
-        notify: receives a message if an unfinished index is removed.
-
-    Raises:
-        UsageError: `root` holds a finished index or other files, lies inside an
-            index, or cannot be written.
-    """
-    with open_place(root) as layout:
-        check_free(layout)
         if dry_run:
-            yield Change(layout, None, kind, request, is_dry=True)
+            yield Change(index.place, index, kind, request, is_dry=True)
             return
-        with layout.claimed():
-            earlier = _recover(layout)
-            if layout.manifest.exists():
+    with open_place(root) as place:
+        if is_new:
+            check_free(place)
+        if dry_run:
+            yield Change(place, None, kind, request, is_dry=True)
+            return
+        with place.claimed():
+            earlier = _recover(place)
+            if is_new and place.manifest.exists():
                 # Only an index of arrays can be appended to by the same command.
                 remedy = "append" if kind == "import-arrays" else None
                 raise UsageError(
-                    f"{layout.location} exists already; choose another directory or"
-                    " URL",
+                    f"{place.location} exists already; choose another directory or URL",
                     parameter="out",
                     remedy=remedy,
                 )
-            change = Change(layout, None, kind, request)
+            before = None if is_new else CommittedIndex.at(place)
+            change = Change(place, before, kind, request)
             if (
-                earlier is not None
+                is_new
+                and earlier is not None
                 and earlier.kind == kind
                 and not change.is_same(earlier)
             ):
@@ -486,7 +468,7 @@ def begin_copy(
     """Begin to copy the snapshot of `index` to `out`, or resume a copy to `out`. The
     caller copies the files that `out` lacks, and commits the manifest of `index`.
 
-    A directory must be free, see `begin_new_index`. At a URL, the copy may add its
+    A directory must be free, see `begin_change`. At a URL, the copy may add its
     snapshot to an index that it loses nothing of.
 
     Args:
@@ -501,7 +483,7 @@ def begin_copy(
         EdjeError: another process is changing the index at `out`.
     """
     if not is_url(out):
-        with begin_new_index(out, "copy", notify=notify) as change:
+        with begin_change(out, "copy", is_new=True, notify=notify) as change:
             yield change
         return
     with open_place(out) as place, place.claimed():

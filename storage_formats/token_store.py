@@ -26,8 +26,7 @@ from storage_formats.format.tombstones import (
     rows_in_use,
 )
 from storage_formats.reading.batch import Batch
-from storage_formats.reading.checksums import BlockChecksums
-from storage_formats.reading.files import TokenFiles
+from storage_formats.reading.checksums import StoredRecords
 from storage_formats.reading.local_reads import LocalReads
 from storage_formats.reading.memory import lend
 from storage_formats.reading.object_reads import OBJECT_STORE, ObjectReads
@@ -394,7 +393,7 @@ class TokenStore:
         """Close the shard files. A later call of `fetch` opens the files again."""
         view = self._view
         view.reads.close()
-        view.checksums.close()
+        view.records.close()
 
     def __enter__(self) -> Self:
         return self
@@ -416,18 +415,17 @@ class TokenStore:
             )
         token_codec = stored_codec(index.place, spec, self.precision)
         size = token_codec.record_bytes
-        tokens = TokenFiles(index, token_codec)
-        checksums = BlockChecksums(tokens)
+        records = StoredRecords(index, token_codec)
         reads: LocalReads | ObjectReads
         if (folder := index.remote) is None:
-            reads = LocalReads(tokens, self._engine)
+            reads = LocalReads(records, self._engine)
         else:
             if self._engine not in ("auto", OBJECT_STORE):
                 raise UsageError(
                     f"the read engine '{self._engine}' cannot read an index on an"
                     f" object store; choose auto or {OBJECT_STORE}"
                 )
-            reads = ObjectReads(folder, tokens, checksums)
+            reads = ObjectReads(folder, records)
         # Reads allocate memory according to the sizes in `index.json`. If these sizes
         # are wrong, the first or the last shard file has another length, and this check
         # fails before any read. Objects are checked by one request, at the last shard.
@@ -440,11 +438,11 @@ class TokenStore:
             )
             if (actual := reads.length(shard)) != length:
                 raise CorruptIndexError(
-                    f"the token file {tokens.location(shard)} has {actual} bytes"
+                    f"the token file {records.location(shard)} has {actual} bytes"
                     f" instead of {length}",
                     remedy="verify",
                 )
-        return _View(index, index.deleted, token_codec, reads, checksums)
+        return _View(index, index.deleted, token_codec, reads, records)
 
 
 @dataclass(frozen=True)
@@ -460,7 +458,7 @@ class _View:
     deleted: Tombstones
     codec: Codec
     reads: LocalReads | ObjectReads
-    checksums: BlockChecksums
+    records: StoredRecords
 
     def checked(self, row_ids: RowIds) -> NDArray[np.int64]:
         """Return `row_ids` as int64 [k]. Raise the errors of `fetch` if a row id is
@@ -503,7 +501,7 @@ class _View:
         firsts = order[is_first]
         if len(firsts):
             batch = Batch(*np.divmod(ids[firsts], spec.shard_size), firsts)
-            self.reads.read(ReadRequest(batch, sink, self.checksums, always_checks))
+            self.reads.read(ReadRequest(batch, sink, self.records, always_checks))
         if not is_first.all():
             # for each entry of `order`, the index in `out` of the first entry with the
             # same row id

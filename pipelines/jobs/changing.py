@@ -46,7 +46,6 @@ from storage_formats.atomic import Json, make_directories
 from storage_formats.change import (
     Change,
     begin_change,
-    begin_new_index,
     now,
 )
 from storage_formats.errors import EdjeError, UsageError
@@ -361,14 +360,13 @@ def begin(
     is_new: bool = False,
     dry_run: bool = False,
 ) -> Iterator[Change]:
-    """Begin a change of an index, see `begin_change`, or a new index, see
-    `begin_new_index`. An OSError inside the context becomes JobStopped.
+    """Begin a change, see `begin_change`. An OSError inside the context becomes
+    JobStopped.
     """
-    if is_new:
-        notify = notifier(on_event)
-        begun = begin_new_index(root, kind, request, notify=notify, dry_run=dry_run)
-    else:
-        begun = begin_change(root, kind, request, dry_run=dry_run)
+    notify = notifier(on_event)
+    begun = begin_change(
+        root, kind, request, is_new=is_new, notify=notify, dry_run=dry_run
+    )
     with begun as change, resumable(root):
         yield change
 

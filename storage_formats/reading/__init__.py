@@ -2,8 +2,8 @@
 
 `local_reads` reads records of an index on a file system, and chooses an engine for each
 shard. `object_reads` reads records of an index on an object store. Both modules read
-the records of a `batch.Batch` and pass them to a `destination.Destination`, which
-checks and decodes the records.
+the records of a `request.ReadRequest`, which compares them with their checksums and
+writes them to a sink, see `sinks`.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from storage_formats.reading.memory import Bytes, lend
+
 Ints = NDArray[np.int64]
 Part = slice | Ints
 """A selection of the records of a batch, as a slice or as ascending indices."""
@@ -82,24 +84,33 @@ class Batch:
 
     def ranges(
         self, record_bytes: int, *, gap: int = 0, longest_bytes: int = RUN_BYTES
-    ) -> tuple[list[tuple[int, int, int, int]], Ints]:
-        """Assign a part of a buffer to each run of the batch. The runs lie one after
-        the other in the buffer. The arguments are those of `runs`.
+    ) -> tuple[list[tuple[int, int, memoryview]], Ints, Bytes]:
+        """Lend a buffer for the records of the batch. The runs of the batch lie one
+        after the other in the buffer. The other arguments are those of `runs`.
 
         Returns:
-            A pair (ranges, indices). `ranges` has (shard, position, start, stop) for
-            each run: the run begins at record `position` of the shard, and belongs into
-            the records [start, stop) of the buffer. `indices`, int64 [n], is the index
-            of each record of the batch in the buffer. All numbers count records.
+            (ranges, sources, buffer). `ranges` has (shard, byte offset, target) for
+            each run: the bytes of the shard from the offset on belong into `target`, a
+            part of the buffer. `sources`, int64 [n], is the memory address of each
+            record of the batch. Without gaps, the records have the same order in the
+            buffer as in the batch.
         """
         first, count = self.runs(record_bytes, gap=gap, longest_bytes=longest_bytes)
-        positions = self.positions[first]
-        lengths = self.positions[first + count - 1] + 1 - positions
+        offsets = self.positions[first] * record_bytes
+        lengths = (self.positions[first + count - 1] + 1) * record_bytes - offsets
         stops = np.cumsum(lengths)
         starts = stops - lengths
-        columns = (self.shards[first], positions, starts, stops)
-        ranges = list(zip(*(column.tolist() for column in columns), strict=True))
-        return ranges, self.positions + np.repeat(starts - positions, count)
+        buffer = lend(int(stops[-1]))
+        memory = buffer.data
+        columns = (self.shards[first], offsets, starts, stops)
+        ranges = [
+            (shard, offset, memory[start:stop])
+            for shard, offset, start, stop in zip(
+                *(column.tolist() for column in columns), strict=True
+            )
+        ]
+        in_buffer = np.repeat(starts - offsets, count) + self.positions * record_bytes
+        return ranges, buffer.ctypes.data + in_buffer, buffer
 
     def runs(
         self,

@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 from storage_formats.cache import cache_directory
 from storage_formats.errors import UsageError
 from storage_formats.format.checksum import crc32c
-from storage_formats.reading.checksums import BlockChecksums
-from storage_formats.reading.memory import lend
+from storage_formats.reading.checksums import StoredRecords
 from storage_formats.reading.records import checksums_at
 from storage_formats.reading.request import ReadRequest
 from storage_formats.threads import fork_safe_lock, run_threads
@@ -81,12 +80,12 @@ class BlockCache:
             object writes between two removals.
     """
 
-    def __init__(self, url: str, checksums: BlockChecksums, limit: int) -> None:
+    def __init__(self, url: str, records: StoredRecords, limit: int) -> None:
         self._root = cache_directory() / "blocks"
-        self._size = checksums.record_bytes
+        self._size = records.record_bytes
         name = hashlib.sha256(url.encode()).hexdigest()[:32]
         self._folder = self._root / f"{name}-{self._size}"
-        self._checksums = checksums
+        self._records = records
         self._zeros_crc = crc32c(bytes(self._size))
         self._limit = limit
         self._step = max(1, min(limit // 16, _MAX_STEP))
@@ -105,33 +104,28 @@ class BlockCache:
         """
         size = self._size
         batch = request.batch[piece]
-        buffer = lend(len(batch) * size)
-        is_cached = np.zeros(len(batch), dtype=np.bool_)
-        # without gaps, the records have the same indices in the buffer as in the batch
-        ranges, _ = batch.ranges(size)
+        ranges, sources, buffer = batch.ranges(size)
 
-        def read_range(place: tuple[int, int, int, int]) -> None:
-            shard, position, start, stop = place
-            target = buffer[start * size : stop * size].data
-            # a record that cannot be read counts as not cached
+        def read_range(place: tuple[int, int, memoryview]) -> None:
+            shard, offset, target = place
+            count = 0
             with contextlib.suppress(OSError):
                 descriptor = os.open(self._path(shard), os.O_RDONLY | _FLAGS)
                 try:
-                    count = os.preadv(descriptor, [target], position * size) // size
-                    is_cached[start : start + count] = True
+                    count = os.preadv(descriptor, [target], offset)
                     # notes the use
                     os.utime(descriptor)
                 finally:
                     os.close(descriptor)
+            # what cannot be read counts as a part that was never written
+            target[count:] = bytes(len(target) - count)
 
         run_threads(read_range, ranges, min(_THREADS, len(ranges)))
-        expected = self._checksums.expected(batch)
+        expected = self._records.expected(batch)
         # Parts of the file that were never written are read as zeros, so a record of
         # zeros never counts as cached.
+        is_cached: NDArray[np.bool_] = checksums_at(sources, size) == expected
         is_cached &= expected != self._zeros_crc
-        sources = buffer.ctypes.data + np.arange(len(batch)) * size
-        actual = checksums_at(sources[is_cached], size)
-        is_cached[is_cached] = actual == expected[is_cached]
         cached = np.flatnonzero(is_cached)
         if len(cached):
             is_checked = np.ones(len(cached), dtype=np.bool_)
@@ -139,9 +133,9 @@ class BlockCache:
             request.take(sources[cached], part, buffer, is_checked=is_checked)
         return is_cached
 
-    def write(self, shard: int, position: int, records: memoryview) -> None:
-        """Store consecutive records of a shard if the cache has room. `position` is the
-        position of the first record in the shard.
+    def write(self, shard: int, offset: int, records: memoryview) -> None:
+        """Store consecutive records of a shard if the cache has room. `offset` is the
+        byte offset of the first record in the token object.
         """
         # The lock is held during the write too: a removal in another thread resets the
         # count, so all counted bytes must be on the disk by then.
@@ -157,7 +151,7 @@ class BlockCache:
                 flags = os.O_WRONLY | os.O_CREAT | _FLAGS
                 descriptor = os.open(self._path(shard), flags, 0o600)
                 try:
-                    os.pwrite(descriptor, records, position * self._size)
+                    os.pwrite(descriptor, records, offset)
                 finally:
                     os.close(descriptor)
             except OSError:

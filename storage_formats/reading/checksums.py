@@ -1,17 +1,20 @@
-"""Comparison of records with the stored checksums (SPEC.md section 8)."""
+"""The stored records of one precision, and their checksums (SPEC.md section 8)."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
+from storage_formats.codecs import Codec
 from storage_formats.errors import CorruptIndexError, cannot_read
 from storage_formats.format.checksum import crc32c
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.file_check import difference, refuse
 from storage_formats.format.index_files import read_index_file
-from storage_formats.format.layout import checksum_file
+from storage_formats.format.layout import checksum_file, token_file
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.batch import Batch
-from storage_formats.reading.files import TokenFiles
 from storage_formats.reading.records import Checksums
 from storage_formats.threads import run_threads
 
@@ -23,22 +26,27 @@ _THREADS = 16
 _NAMED_ROWS = 5
 
 
-class BlockChecksums:
-    """The stored checksums of one precision. A checksum file is loaded when a read
-    needs it. Thread-safe.
+class StoredRecords:
+    """The stored records of one precision of an index, and their checksums. A checksum
+    file is loaded when a read needs it. Thread-safe.
 
     Attributes:
         record_bytes: length of a record in bytes.
+        file: relative path of a token file, with a format field for the shard number.
     """
 
-    def __init__(self, tokens: TokenFiles) -> None:
-        self.record_bytes = tokens.codec.record_bytes
-        self._tokens = tokens
-        self._index = tokens.index
-        name = checksum_file(tokens.codec.name)
-        self._committed = CommittedFiles(tokens.index, name)
-        self._spec = tokens.index.manifest.spec
+    def __init__(self, index: CommittedIndex, codec: Codec) -> None:
+        self.index = index
+        self.codec = codec
+        self.record_bytes = codec.record_bytes
+        self.file = token_file(codec.name, len(codec.record_shape))
+        self._committed = CommittedFiles(index, checksum_file(codec.name))
+        self._spec = index.manifest.spec
         self._kept: dict[int, Checksums] = {}
+
+    def location(self, shard: int) -> Path | str:
+        """Return the path or the URL of the token file of a shard, for messages."""
+        return self.index.place.address(self.index.root / self.file.format(shard))
 
     def expected(self, batch: Batch) -> Checksums:
         """Return the stored CRC-32C of each record of `batch`, uint32 [n]."""
@@ -70,7 +78,7 @@ class BlockChecksums:
         subject = f"the blocks of rows {named} are"
         if len(row_ids) == 1:
             subject = f"the block of row {named} is"
-        where = self._tokens.location(int(batch.shards[0]))
+        where = self.location(int(batch.shards[0]))
         return CorruptIndexError(
             f"{subject} damaged: the CRC-32C of the data differs from the stored"
             f" checksum ({where}); restore the damaged files, or build the index again",
@@ -84,13 +92,13 @@ class BlockChecksums:
 
     def _load(self, shards: list[int]) -> dict[int, Checksums]:
         entries = self._committed.files(shards)
-        self._index.fetch(entries.values())
-        layout = self._index.layout
+        self.index.fetch(entries.values())
+        layout = self.index.layout
         loaded: dict[int, Checksums] = {}
 
         def load(shard: int) -> None:
             rows = self._spec.shard_rows(shard)
-            path = layout.checksums(self._tokens.codec.name, shard)
+            path = layout.checksums(self.codec.name, shard)
             try:
                 data = read_index_file(layout.root, path, max_bytes=4 * len(rows))
             except OSError as error:

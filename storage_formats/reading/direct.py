@@ -54,7 +54,7 @@ def read_direct(request: ReadRequest, files: ShardFiles) -> Generator[None, None
         RequestError: the queue or a request was refused, or a request failed or read
             too few bytes.
     """
-    size = request.checksums.record_bytes
+    size = request.stored.record_bytes
     length = min(PIECE_RECORDS, max(1, _PIECE_BYTES // size))
     queue = borrow_queue()
     flights: dict[int, _Flight] = {}
@@ -116,7 +116,7 @@ def _launch(
     files: ShardFiles,
 ) -> None:
     """Start the requests for the records `request.batch[piece]`."""
-    size = request.checksums.record_bytes
+    size = request.stored.record_bytes
     batch = request.batch[piece]
     records = request.sink.records
     held = files.acquire_for(batch, size)

@@ -33,7 +33,7 @@ from storage_formats.format.layout import (
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.tombstones import RowIds, check_row_ids, check_rows_in_use
 from storage_formats.reading.batch import PIECE_RECORDS, Batch
-from storage_formats.reading.files import ShardFiles, read_ranges
+from storage_formats.reading.files import ShardFiles, iter_ranges
 
 # A read counts as small if it needs less than 1 / `_SPARSE` of the rows of a file.
 _SPARSE = 16
@@ -144,10 +144,8 @@ def _read_rows(
     embeddings = np.empty((len(distinct), spec.embed_dim), dtype="<f4")
     for piece in batch.pieces(PIECE_RECORDS):
         part = batch[piece]
-        ranges, indices = part.ranges(size, gap=PAGE_BYTES // size)
-        # the last range ends at the end of the buffer
-        buffer = np.empty((ranges[-1][-1], spec.embed_dim), dtype="<f4")
-        memory = buffer.data.cast("B")
+        ranges, sources, buffer = part.ranges(size, gap=PAGE_BYTES // size)
+        indices = (sources - buffer.ctypes.data) // size
         held = files.acquire([shard for shard, _, _ in part.shard_spans])
         try:
             for shard, file in held.items():
@@ -156,11 +154,12 @@ def _read_rows(
                     problem = compare_open(file.fd, entry, only_first_use=True)
                     refuse(file.path, problem, spec.shard_rows(shard))
             requests = [
-                (held[shard], position * size, memory[start * size : stop * size])
-                for shard, position, start, stop in ranges
+                (held[shard], offset, target) for shard, offset, target in ranges
             ]
-            read_ranges(requests)
+            for _ in iter_ranges(requests):
+                pass
         finally:
             files.release(held)
-        embeddings[piece] = buffer[indices]
+        values = buffer.view("<f4").reshape(-1, spec.embed_dim)
+        embeddings[piece] = values[indices]
     return embeddings[inverse]

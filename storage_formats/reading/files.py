@@ -21,11 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from storage_formats.codecs import Codec
 from storage_formats.errors import CorruptIndexError, cannot_read
 from storage_formats.format.index_files import open_inside
-from storage_formats.format.layout import PAGE_BYTES, token_file
-from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.layout import PAGE_BYTES
 from storage_formats.reading.batch import Batch
 from storage_formats.reading.queues import system_call
 from storage_formats.system_calls import LACKING, advise
@@ -57,27 +55,6 @@ _SAMPLED_PAGES = 16
 # constants of the system call statx
 _AT_FDCWD = -100
 _STATX_DIOALIGN = 0x2000
-
-
-@dataclass(frozen=True)
-class TokenFiles:
-    """The token files of one precision of an index."""
-
-    index: CommittedIndex
-    codec: Codec
-
-    @functools.cached_property
-    def name(self) -> str:
-        """Relative path of a token file, with a format field for the shard number."""
-        return token_file(self.codec.name, len(self.codec.record_shape))
-
-    def key(self, shard: int) -> str:
-        """Return the key of the token object of a shard."""
-        return self.name.format(shard)
-
-    def location(self, shard: int) -> Path | str:
-        """Return the path or the URL of the token file of a shard, for messages."""
-        return self.index.place.address(self.index.root / self.key(shard))
 
 
 @dataclass
@@ -194,12 +171,6 @@ def page_is_cached(address: int) -> bool | None:
     if _c_library().mincore(first, length, ctypes.byref(state)):
         return None
     return bool(state.value & 1)
-
-
-def read_ranges(requests: Sequence[tuple[ShardFile, int, memoryview]]) -> None:
-    """Read byte ranges of files through the page cache, see `iter_ranges`."""
-    for _ in iter_ranges(requests):
-        pass
 
 
 def iter_ranges(

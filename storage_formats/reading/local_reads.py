@@ -26,15 +26,14 @@ from storage_formats.cgroups import available_memory
 from storage_formats.errors import UsageError, cannot_read
 from storage_formats.format.index_files import IndexFile
 from storage_formats.reading.batch import PIECE_RECORDS, Batch, Ints
+from storage_formats.reading.checksums import StoredRecords
 from storage_formats.reading.direct import read_direct
 from storage_formats.reading.files import (
     ShardFiles,
-    TokenFiles,
     iter_ranges,
     open_files,
 )
 from storage_formats.reading.mapped import MAPPED_SHARDS, MappedShards
-from storage_formats.reading.memory import lend
 from storage_formats.reading.queues import RequestError, can_queue
 from storage_formats.reading.request import ReadRequest
 from storage_formats.reading.sinks import Sink
@@ -77,21 +76,21 @@ class LocalReads:
         UsageError: the engine `name` is unknown or does not work on this machine.
     """
 
-    def __init__(self, tokens: TokenFiles, name: str) -> None:
+    def __init__(self, records: StoredRecords, name: str) -> None:
         if name not in ("auto", *engines()):
             choices = ", ".join(("auto", *engines()))
             raise UsageError(
                 f"the read engine '{name}' is unknown or does not work on this machine;"
                 f" choose one of: {choices}"
             )
-        self._tokens = tokens
-        root = tokens.index.root
-        self._record_bytes = tokens.codec.record_bytes
+        self._records = records
+        root = records.index.root
+        self._record_bytes = records.record_bytes
         self._name = name
-        self._spec = tokens.index.manifest.spec
+        self._spec = records.index.manifest.spec
         self._is_wide = self._spec.used_shards > open_files()
-        self._files = ShardFiles(root, tokens.name)
-        self._direct_files = ShardFiles(root, tokens.name, direct=can_queue())
+        self._files = ShardFiles(root, records.file)
+        self._direct_files = ShardFiles(root, records.file, direct=can_queue())
         # by shard number: bytes of records that were requested past the page cache
         self._direct_bytes: dict[int, int] = {}
         self._admitted_bytes = 0
@@ -100,9 +99,9 @@ class LocalReads:
         """Return the length of the token file of a shard in bytes. Raise
         CorruptIndexError if the file does not exist.
         """
-        path = self._tokens.location(shard)
+        path = self._records.location(shard)
         try:
-            with IndexFile(self._tokens.index.root, path) as file:
+            with IndexFile(self._records.index.root, path) as file:
                 return os.fstat(file.fileno()).st_size
         except OSError as error:
             raise cannot_read(path, error) from error
@@ -110,7 +109,7 @@ class LocalReads:
     @cached_property
     def _mapped(self) -> MappedShards:
         is_trusted = self._name == "mapped"
-        return MappedShards(self._tokens, self._files, is_trusted=is_trusted)
+        return MappedShards(self._records, self._files, is_trusted=is_trusted)
 
     def read_cached(self, row_ids: Ints, sink: Sink) -> bool:
         """Write the records of `row_ids` [k] to the sink if this is possible without a
@@ -146,23 +145,18 @@ class LocalReads:
         for piece in request.batch.pieces(4 * PIECE_RECORDS):
             batch = request.batch[piece]
             files = self._files.acquire_for(batch, size)
-            # Without gaps between the records, the buffer has the records of the batch
-            # in the same order.
-            ranges, _ = batch.ranges(size)
-            buffer = lend(len(batch) * size)
-            memory = buffer.data
+            ranges, sources, buffer = batch.ranges(size)
             requests = [
-                (files[shard], position * size, memory[start * size : stop * size])
-                for shard, position, start, stop in ranges
+                (files[shard], offset, target) for shard, offset, target in ranges
             ]
+            first = 0
             try:
                 for part in iter_ranges(requests):
-                    # the records [first, last) of the buffer are read
-                    *_, first, _ = ranges[part][0]
-                    *_, last = ranges[part][-1]
-                    sources = buffer.ctypes.data + np.arange(first, last) * size
+                    read_bytes = sum(len(target) for *_, target in requests[part])
+                    last = first + read_bytes // size
                     records = slice(piece.start + first, piece.start + last)
-                    request.take(sources, records, buffer)
+                    request.take(sources[first:last], records, buffer)
+                    first = last
             finally:
                 self._files.release(files)
 

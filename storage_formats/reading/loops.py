@@ -45,18 +45,9 @@ def _crc_instruction(name: str, value: ir.IntType) -> Any:
         def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
             crc, address = arguments
             function_type = ir.FunctionType(_WORD, [_WORD, value])
-            function = builder.module.globals.get(name) or ir.Function(
-                builder.module, function_type, name
-            )
-            return builder.call(
-                function,
-                [
-                    crc,
-                    builder.load(
-                        builder.inttoptr(address, value.as_pointer()), align=1
-                    ),
-                ],
-            )
+            function = builder.module.declare_intrinsic(name, (), function_type)
+            pointer = builder.inttoptr(address, value.as_pointer())
+            return builder.call(function, [crc, builder.load(pointer, align=1)])
 
         return types.uint64(types.uint64, types.int64), generate
 
@@ -118,12 +109,11 @@ def _prefetch(_: Any, address: Any) -> Any:
     """
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        name = "llvm.prefetch.p0i8"
         pointer = _BYTE.as_pointer()
         flag = ir.IntType(32)
         function_type = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
-        function = builder.module.globals.get(name) or ir.Function(
-            builder.module, function_type, name
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch", [pointer], function_type
         )
         read = flag(0)
         keep = flag(3)

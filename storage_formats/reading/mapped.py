@@ -9,10 +9,10 @@ import numpy as np
 
 from storage_formats.errors import CorruptIndexError
 from storage_formats.reading.batch import Ints
+from storage_formats.reading.checksums import StoredRecords
 from storage_formats.reading.files import (
     ShardFile,
     ShardFiles,
-    TokenFiles,
     open_files,
     page_is_cached,
 )
@@ -39,10 +39,10 @@ class MappedShards:
     """
 
     def __init__(
-        self, tokens: TokenFiles, files: ShardFiles, *, is_trusted: bool
+        self, records: StoredRecords, files: ShardFiles, *, is_trusted: bool
     ) -> None:
-        spec = tokens.index.manifest.spec
-        self._size = tokens.codec.record_bytes
+        spec = records.index.manifest.spec
+        self._size = records.record_bytes
         self._shard_size = spec.shard_size
         self._files = files
         self._is_trusted = is_trusted

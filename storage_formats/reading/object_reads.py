@@ -15,9 +15,8 @@ import numpy as np
 from storage_formats.errors import CorruptIndexError
 from storage_formats.reading.batch import Ints
 from storage_formats.reading.block_cache import BlockCache, cache_bytes
-from storage_formats.reading.checksums import BlockChecksums
-from storage_formats.reading.files import TokenFiles
-from storage_formats.reading.memory import Bytes, lend
+from storage_formats.reading.checksums import StoredRecords
+from storage_formats.reading.memory import Bytes
 from storage_formats.reading.request import ReadRequest
 from storage_formats.reading.sinks import Sink
 from storage_formats.remote.objects import ObjectFolder
@@ -39,21 +38,19 @@ class ObjectReads:
     as in `local_reads.LocalReads`.
     """
 
-    def __init__(
-        self, folder: ObjectFolder, tokens: TokenFiles, checksums: BlockChecksums
-    ) -> None:
+    def __init__(self, folder: ObjectFolder, records: StoredRecords) -> None:
         self._folder = folder
-        self._tokens = tokens
-        self._size = checksums.record_bytes
+        self._file = records.file
+        self._size = records.record_bytes
         self._cache: BlockCache | None = None
         if limit := cache_bytes():
-            self._cache = BlockCache(folder.url, checksums, limit)
+            self._cache = BlockCache(folder.url, records, limit)
 
     def length(self, shard: int) -> int:
         """Return the length of the token object of a shard in bytes; 0 if it does
         not exist.
         """
-        info = self._folder.info(self._tokens.key(shard))
+        info = self._folder.info(self._file.format(shard))
         return info.size if info else 0
 
     def read_cached(self, row_ids: Ints, sink: Sink) -> bool:
@@ -91,17 +88,10 @@ class ObjectReads:
                 if not len(part):
                     continue
                 missing = request.batch[part]
-                ranges, indices = missing.ranges(
+                ranges, sources, buffer = missing.ranges(
                     size, gap=_GAP_BYTES // size, longest_bytes=_RUN_BYTES
                 )
-                buffer = lend(ranges[-1][-1] * size)
-                futures = []
-                for shard, position, start, stop in ranges:
-                    target = buffer[start * size : stop * size]
-                    futures.append(
-                        threads.submit(self._read_range, shard, position, target)
-                    )
-                sources = buffer.ctypes.data + indices * size
+                futures = [threads.submit(self._read_range, *each) for each in ranges]
                 pieces.append((futures, buffer, sources, part))
             while pieces:
                 yield from finish()
@@ -111,10 +101,9 @@ class ObjectReads:
     def close(self) -> None:
         """Do nothing, because no file is open."""
 
-    def _read_range(self, shard: int, position: int, target: Bytes) -> None:
-        start = position * self._size
+    def _read_range(self, shard: int, start: int, target: memoryview) -> None:
         stop = start + len(target)
-        key = self._tokens.key(shard)
+        key = self._file.format(shard)
         try:
             data = self._folder.read_range(key, start, stop)
         except (FileNotFoundError, EOFError) as error:
@@ -124,6 +113,6 @@ class ObjectReads:
                 " open the index again. If the error remains, copy the index again from"
                 " a sound copy"
             ) from error
-        target[:] = np.frombuffer(data, dtype=np.uint8)
+        target[:] = data
         if self._cache:
-            self._cache.write(shard, position, data)
+            self._cache.write(shard, start, data)

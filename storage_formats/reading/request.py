@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.reading.batch import Batch, Ints, Part
-from storage_formats.reading.checksums import BlockChecksums
+from storage_formats.reading.checksums import StoredRecords
 from storage_formats.reading.records import Checksums, checksums_at, prepare_for
 from storage_formats.reading.sinks import Sink
 from storage_formats.threads import run_chunks
@@ -31,14 +31,14 @@ class ReadRequest:
 
     batch: Batch
     sink: Sink
-    checksums: BlockChecksums
+    stored: StoredRecords
     always_checks: bool = False
 
     # Loading the checksums may read files. It must not delay the first requests for
     # records, so it happens in the first call of `take`.
     @functools.cached_property
     def _expected(self) -> Checksums:
-        return self.checksums.expected(self.batch)
+        return self.stored.expected(self.batch)
 
     def take(
         self,
@@ -63,7 +63,7 @@ class ReadRequest:
         Raises:
             CorruptIndexError: a record does not match its checksum.
         """
-        size = self.checksums.record_bytes
+        size = self.stored.record_bytes
         out_indices = self.batch.out_indices[part]
         unchecked = np.arange(len(sources))
         if is_checked is not None:
@@ -79,7 +79,7 @@ class ReadRequest:
                 actual = checksums_at(sources[records], size)
                 if (is_damaged := actual != expected[records]).any():
                     damaged = records[is_damaged]
-                    raise self.checksums.damaged(self.batch[part][damaged])
+                    raise self.stored.damaged(self.batch[part][damaged])
             if not is_in_place:
                 self.sink.write(sources[start:stop], out_indices[start:stop])
 

@@ -33,7 +33,6 @@ from storage_formats.atomic import Json
 from storage_formats.change import (
     Change,
     begin_change,
-    begin_new_index,
 )
 from storage_formats.codecs import BF16, Blocks, codec
 from storage_formats.errors import UsageError
@@ -214,7 +213,7 @@ class IndexWriter:
             raise UsageError("precisions is empty; name at least one precision")
         root = index_location(path)
         text = as_text(encoder, "encoder")
-        return cls(root, spec, text, begin_new_index(root, _KIND))
+        return cls(root, spec, text, begin_change(root, _KIND, is_new=True))
 
     @classmethod
     def open(cls, path: IndexLocation) -> IndexWriter:
