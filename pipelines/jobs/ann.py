@@ -1,15 +1,10 @@
-"""The job of `edje-index ann build`, and the changes of a nearest-neighbour index that
-other jobs make.
+"""The job of `edje-index ann build`, and the build of a nearest-neighbour index by
+other jobs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from edje_index.indexing.faiss_build import (
-    AnnRequest,
-    build_ann,
-)
+from edje_index.indexing.faiss_build import AnnRequest, build_ann
 from pipelines.jobs.changing import Edit, apply, begin
 from pipelines.progress.events import (
     OnEvent,
@@ -21,10 +16,7 @@ from pipelines.progress.events import (
 )
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import IndexSpec
-from storage_formats.format.manifest import (
-    Ann,
-    Manifest,
-)
+from storage_formats.format.manifest import Ann, Manifest
 from storage_formats.format.places import Place
 from storage_formats.remote.urls import IndexLocation
 
@@ -77,31 +69,3 @@ def new_ann(
     return build_ann(
         place, spec, request=request, on_progress=progress_callback(on_event)
     )
-
-
-def build_copied_ann(
-    place: Place,
-    spec: IndexSpec,
-    origins: Sequence[Manifest],
-    on_event: OnEvent,
-) -> Ann:
-    """Build the nearest-neighbour index of copied rows, if at least one of their
-    `origins` has one. Return its description for the manifest. If no origin has one,
-    return the description that the first origin has.
-
-    The target recall is the highest among the origins. If all origins have the same
-    kind, the new index gets this kind. It gets the default kind for its own number of
-    rows if the kinds differ, or if each origin has the default kind for its number of
-    rows.
-
-    Args:
-        origins: manifests of the indexes from which the rows were copied.
-    """
-    searchable = [manifest for manifest in origins if manifest.ann_files]
-    if not searchable:
-        return origins[0].ann
-    requests = [AnnRequest.like(manifest) for manifest in searchable]
-    kind, *others = {request.ann for request in requests}
-    recall = max(request.recall for request in requests)
-    request = AnnRequest("auto" if others else kind, recall)
-    return new_ann(place, spec, request, on_event)

@@ -60,7 +60,7 @@ from storage_formats.format.manifest import (
     Snapshot,
     created_by,
 )
-from storage_formats.format.offset import Offset, copy_offset, write_offset
+from storage_formats.format.offset import Offset, write_offset
 from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt, fetch_written, fingerprint
 from storage_formats.format.rows import VALUE_SCHEMA, read_staged_rows
@@ -157,8 +157,7 @@ class Edit:
             shards.
         encoded_from: for each new precision, the chain of precisions that its tokens
             were converted from.
-        columns: source columns after the change; None keeps the columns. If rows are
-            copied, the commit counts the values in the written rows.
+        columns: source columns after the change; None keeps the columns.
         values: new values of rows, see `with_values`.
         removed: the `input_hash` of each input that no update may add, after the
             change. None keeps those of the index.
@@ -167,8 +166,8 @@ class Edit:
             None keeps it.
         offset: offset block to write, if a precision is stored with an offset.
         ann: request for a nearest-neighbour index, which replaces the present one.
-        origins: indexes whose rows a new index gets. It also gets the offset block of
-            the first, and a nearest-neighbour index of the same kind as theirs.
+        copies: True if `work` copies rows to a new index. The commit then counts the
+            values of `columns` in the written rows.
         needs_indexed: True to commit nothing if `work` indexes no row.
     """
 
@@ -186,22 +185,8 @@ class Edit:
     model: Json | None = None
     offset: Offset | None = None
     ann: AnnRequest | None = None
-    origins: Sequence[CommittedIndex] = ()
+    copies: bool = False
     needs_indexed: bool = False
-
-    def begin(self, change: Change) -> None:
-        """Create the directory of an erasure, and write the offset block, if the edit
-        has one.
-        """
-        layout = change.layout
-        if change.before is None:
-            for each in self.origins[:1]:
-                copy_offset(each, layout)
-        elif self.erases:
-            # The directory must be on the device before the commit names its files.
-            make_directories(layout.erased)
-        if self.offset is not None and self.spec.offset is not None:
-            write_offset(layout, self.offset)
 
     def commit(
         self,
@@ -216,51 +201,73 @@ class Edit:
         Args:
             receipts: receipts of the shards that `work` wrote.
         """
-        if change.before is None:
-            manifest = self._new_manifest(change.layout, receipts, on_event)
-            change.commit(manifest)
-            return manifest
-        before = change.index.manifest
+        layout = change.layout
+        index = change.before
+        spec = self.spec
+        added = receipts
+        if index is None:
+            # A new index begins as an index without rows.
+            before = Manifest(
+                spec,
+                _NO_CHANGE,
+                model={},
+                settings={},
+                plan=self.work.fingerprint if self.work else "",
+                shard_tables=(),
+                rows_files=(),
+                ann={"kind": "none"},
+                created_by=created_by(),
+            )
+            if self.details:
+                details = {**self.details, "created": now()}
+                new = Snapshot(change=details, next_shard=spec.shards)
+                before = replace(before, snapshot=new)
+        else:
+            before = index.manifest
+            added = [each for each in receipts if each.shard >= before.spec.shards]
         if self.needs_indexed and not total_counts(receipts).indexed:
             change.abandon()
             return before
-        layout = change.layout
-        index = change.index
-        deleted = index.deleted.with_rows(list(self.deleted))
+        columns = before.columns if self.columns is None else self.columns
+        if self.copies:
+            columns = _counted(layout, [each.shard for each in receipts], columns)
         ann = before.ann
-        changes_segments = self.spec.used_segments != before.spec.used_segments
+        snapshot = before.snapshot
+        changes_segments = spec.used_segments != before.spec.used_segments
         if changes_segments:
             ann = before.ann_after_append()
-        if self.erases and before.ann_files:
-            # Import the module only here: the import takes several times as long as a
-            # deletion, and a deletion does not need the module.
-            from edje_index.indexing.faiss_build import ann_without_rows
-
-            on_event(StatusMessage("changing the nearest-neighbour index"))
-            ann = ann_without_rows(layout, index, deleted.row_ids.tolist())
-        elif self.ann is not None:
-            from pipelines.jobs.ann import new_ann
-
-            numbers = list(index.spec.shard_numbers())
-            files = CommittedFiles(index, EMBEDDING_FILE).files(numbers).values()
-            index.fetch(files)
-            # Otherwise, damaged embeddings would get a new checksum in the FAISS file.
-            for file in files:
-                refuse(file.path, check_file(index.root, file))
-            ann = new_ann(layout, index.spec, self.ann, on_event)
-        spec = self.spec
-        added = [each for each in receipts if each.shard >= before.spec.shards]
-        counts = add_counts(before.counts, self.counts)
-        columns = before.columns if self.columns is None else self.columns
-        snapshot = before.snapshot
         # The name of each file that is written here contains a hash of its content, so
         # no file of an earlier snapshot is overwritten.
-        if len(self.deleted):
-            snapshot = with_tombstones(layout, spec, snapshot, deleted)
+        if index is not None:
+            deleted = index.deleted.with_rows(list(self.deleted))
+            if len(self.deleted):
+                snapshot = with_tombstones(layout, spec, snapshot, deleted)
+            if self.erases and before.ann_files:
+                # Import the module only here: the import takes several times as long as
+                # a deletion, and a deletion does not need the module.
+                from edje_index.indexing.faiss_build import ann_without_rows
+
+                on_event(StatusMessage("changing the nearest-neighbour index"))
+                ann = ann_without_rows(layout, index, deleted.row_ids.tolist())
+        if self.ann is not None:
+            from pipelines.jobs.ann import new_ann
+
+            if index is None:
+                fetch_written(layout, receipts, "embeddings/")
+            else:
+                numbers = list(spec.shard_numbers())
+                files = CommittedFiles(index, EMBEDDING_FILE).files(numbers).values()
+                index.fetch(files)
+                # Otherwise, damaged embeddings would get a new checksum in the FAISS
+                # file.
+                for file in files:
+                    refuse(file.path, check_file(index.root, file))
+            ann = new_ann(layout, spec, self.ann, on_event)
         removed = before.removed
         if self.removed is not None:
             removed = write_removed(layout, self.removed)
         origins = {**before.encoded_from, **self.encoded_from}
+        counts = add_counts(before.counts, self.counts)
         manifest = replace(
             before,
             spec=spec,
@@ -274,64 +281,17 @@ class Edit:
             snapshot=snapshot,
             columns=columns,
             removed=removed,
-            **write_tables(
-                layout,
-                spec,
-                receipts,
-                columns,
-                index,
-                self.values,
-            ),
+            **write_tables(layout, spec, receipts, columns, index, self.values),
         )
         changes_rows = len(self.values) or len(self.deleted)
         changes_removed = removed != before.removed
-        if changes_segments or changes_rows or changes_removed or self.erases:
+        if index is not None and (
+            changes_segments or changes_rows or changes_removed or self.erases
+        ):
             manifest = change.new_snapshot(manifest, self.details, is_only=self.erases)
         if manifest != before:
             change.commit(manifest)
         return manifest
-
-    def _new_manifest(
-        self, layout: Place, receipts: Sequence[ShardReceipt], on_event: OnEvent
-    ) -> Manifest:
-        """Build the nearest-neighbour index of a new index, and write its tables.
-        Return its manifest.
-        """
-        from pipelines.jobs.ann import build_copied_ann, new_ann
-
-        spec = self.spec
-        columns = self.columns or ()
-        manifests = [each.manifest for each in self.origins]
-        # the nearest-neighbour index is built of them
-        fetch_written(layout, receipts, "embeddings/")
-        if self.ann is None:
-            shards = [receipt.shard for receipt in receipts]
-            columns = _counted(layout, shards, columns)
-            ann = build_copied_ann(layout, spec, manifests, on_event)
-        else:
-            ann = new_ann(layout, spec, self.ann, on_event)
-        encoded_from: dict[str, tuple[str, ...]] = {}
-        for each in manifests:
-            for name, chain in each.encoded_from.items():
-                encoded_from[name] = max(encoded_from.get(name, ()), chain, key=len)
-        snapshot = Snapshot()
-        if self.details:
-            change = {**self.details, "created": now()}
-            snapshot = Snapshot(change=change, next_shard=spec.shards)
-        return Manifest(
-            spec=spec,
-            counts=total_counts(receipts),
-            model=self.model or {},
-            settings=with_processors(self.settings or {}, receipts),
-            plan=self.work.fingerprint if self.work else "",
-            ann=ann,
-            created_by=created_by(),
-            encoded_from=encoded_from,
-            snapshot=snapshot,
-            columns=columns,
-            removed=write_removed(layout, self.removed or ()),
-            **write_tables(layout, spec, receipts, columns),
-        )
 
 
 @dataclass(frozen=True)
@@ -406,7 +366,12 @@ def apply(
     """
     if change.before is not None and change.is_dry:
         return Applied(change.index.manifest)
-    edit.begin(change)
+    layout = change.layout
+    if edit.erases:
+        # The directory must be on the device before the commit names its files.
+        make_directories(layout.erased)
+    if edit.offset is not None and edit.spec.offset is not None:
+        write_offset(layout, edit.offset)
     work = edit.work
     # The nearest-neighbour index is built before the commit, which may take long.
     stopped = "stopped before the commit"
@@ -418,7 +383,7 @@ def apply(
     started = time.monotonic()
     earlier = change.receipts(work.shards, work.fingerprint)
     on_event(PlanReady(work.rows, len(work.shards), len(earlier), **work.described))
-    receipts = run_shards(work, change.layout, earlier, on_event, should_stop)
+    receipts = run_shards(work, layout, earlier, on_event, should_stop)
     rows = sum(receipt.rows for receipt in receipts if receipt.shard not in earlier)
     speed = rows / (time.monotonic() - started)
     return Applied(edit.commit(change, receipts, report), receipts, earlier, speed)

@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from edje_index.indexing.faiss_build import AnnRequest
 from pipelines.jobs.changing import (
     Edit,
     ShardWork,
@@ -53,7 +54,13 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.format.file_check import FileEntry
 from storage_formats.format.json_values import write_json
 from storage_formats.format.layout import Segment
-from storage_formats.format.manifest import CommittedIndex, Counts, named_files
+from storage_formats.format.manifest import (
+    CommittedIndex,
+    Counts,
+    Manifest,
+    named_files,
+)
+from storage_formats.format.offset import read_offset
 from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt, fingerprint
 from storage_formats.format.rows import (
@@ -253,6 +260,11 @@ def rewrite(
     if details is None:
         name = Path(str(parts[0][0].location)).name
         details = {"name": name, "snapshot": first.snapshot.number}
+    # A precision is recorded with the longest chain of conversions of the parts.
+    encoded_from: dict[str, tuple[str, ...]] = {}
+    for each in manifests:
+        for name, chain in each.encoded_from.items():
+            encoded_from[name] = max(encoded_from.get(name, ()), chain, key=len)
     with begin(out, kind, identity, on_event=on_event, is_new=True) as change:
         what = f"a copy of {counted(spec.rows, 'row')}"
         check_disk(change.layout, spec, what=what)
@@ -270,7 +282,10 @@ def rewrite(
             columns=tuple(columns),
             settings=settings,
             model=first.model,
-            origins=[index for index, _ in parts],
+            encoded_from=encoded_from,
+            offset=read_offset(parts[0][0].place, spec),
+            ann=_ann_request(manifests),
+            copies=True,
             removed=frozenset[bytes]().union(*(index.removed for index, _ in parts)),
         )
         applied = apply(change, edit, on_event, should_stop)
@@ -291,6 +306,26 @@ def rewrite(
         copied_files=len(copied),
         copied_bytes=sum(entry.bytes for entry in copied),
     )
+
+
+def _ann_request(origins: Sequence[Manifest]) -> AnnRequest | None:
+    """Return the request for the nearest-neighbour index of copied rows. Return None if
+    none of the indexes from which they are copied has one.
+
+    The target recall is the highest among the origins. If all origins have the same
+    kind, the new index gets this kind. It gets the default kind for its own number of
+    rows if the kinds differ, or if each origin has the default kind for its number of
+    rows.
+
+    Args:
+        origins: manifests of the indexes from which the rows are copied.
+    """
+    requests = [AnnRequest.like(each) for each in origins if each.ann_files]
+    if not requests:
+        return None
+    kind, *others = {request.ann for request in requests}
+    recall = max(request.recall for request in requests)
+    return AnnRequest("auto" if others else kind, recall)
 
 
 def erasure(place: Place, index: CommittedIndex, edit: Edit) -> Edit:
