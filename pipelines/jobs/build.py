@@ -567,6 +567,7 @@ def encoding(
 
     layout = change.layout
     settings = plan.settings
+    fingerprint = plan.fingerprint
     allowed = max(ALWAYS_ALLOWED, math.floor(DEFAULT_SHARE * plan.rows))
     if execution.max_failed is not None:
         # Add 1e-6 before rounding down, because 0.29 * 100 is 28.999999999999996.
@@ -637,8 +638,8 @@ def encoding(
         "indexing",
         plan.shards,
         plan.rows,
-        plan.identity,
-        make_task=lambda shard, fingerprint: ShardTask(
+        fingerprint,
+        make_task=lambda shard: ShardTask(
             root=str(layout.location),
             shard=shard,
             spec=plan.spec,

@@ -8,7 +8,6 @@ tasks that no earlier run has finished, and commits the new manifest.
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -62,7 +61,7 @@ from storage_formats.format.manifest import (
 )
 from storage_formats.format.offset import Offset, write_offset
 from storage_formats.format.places import Place
-from storage_formats.format.receipts import ShardReceipt, fetch_written, fingerprint
+from storage_formats.format.receipts import ShardReceipt, fetch_written
 from storage_formats.format.rows import VALUE_SCHEMA, read_staged_rows
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.remote.urls import IndexLocation
@@ -100,14 +99,13 @@ class ShardWork:
         activity: name of the work in progress events, such as "indexing".
         shards: numbers of the shards, ascending.
         rows: total number of rows in these shards.
-        identity: JSON object with everything that determines the written bytes.
-        make_task: function that takes a shard number and the fingerprint of the work,
-            and returns the task of the shard.
+        fingerprint: `fingerprint` of everything that determines the written bytes,
+            which every receipt of these tasks contains.
+        make_task: function that takes a shard number, and returns the task of the
+            shard.
         make_worker: function that is called in each worker process and returns the
             worker; see `pipelines.engines.base`. The worker reports `ShardProgress`.
         engine: engine that runs the tasks.
-        close: function that closes the files that all tasks use. It is called after the
-            last task, and also after an error.
         shows_failed: True to report the number of failed rows in progress events.
         described: further attributes of the event `PlanReady`, by name.
         check: function that is called after each finished shard with all receipts so
@@ -117,21 +115,13 @@ class ShardWork:
     activity: str
     shards: Sequence[int]
     rows: int
-    identity: Json
-    make_task: Callable[[int, str], Task]
+    fingerprint: str
+    make_task: Callable[[int], Task]
     make_worker: WorkerFactory
     engine: Engine = run_inline
-    close: Callable[[], None] = lambda: None
     shows_failed: bool = False
     described: Json = field(default_factory=dict)
     check: Callable[[Sequence[ShardReceipt]], None] = lambda receipts: None
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 of `identity` in hexadecimal, which every receipt of these tasks
-        contains.
-        """
-        return fingerprint(self.identity)
 
 
 @dataclass(frozen=True)
@@ -466,7 +456,7 @@ def run_shards(
         if missing:
             finished = work.engine(
                 work.make_worker,
-                (work.make_task(shard, work.fingerprint) for shard in missing),
+                map(work.make_task, missing),
                 on_progress=lambda report: on_event(meter.update(report)),
                 on_event=on_event,
                 should_stop=should_stop,
@@ -495,6 +485,4 @@ def run_shards(
             f" {counted(work.rows, 'row')} are kept, {len(receipts):,} of"
             f" {counted(len(shards), 'shard')} are finished"
         ) from error
-    finally:
-        work.close()
     return sorted(receipts, key=lambda receipt: receipt.shard)

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from functools import partial
@@ -211,10 +211,10 @@ def rewrite(
     first = manifests[0]
     size = first.spec.shard_size
     segments = list[Segment]()
-    moves = list[tuple[CommittedIndex, Ints, Callable[[Ints], Ints]]]()
-    for index, row_ids in parts:
+    starts = list[int]()
+    for _, row_ids in parts:
         start = -(-segments[-1].stop // size) * size if segments else 0
-        moves.append((index, row_ids, partial(renumbered, row_ids, start)))
+        starts.append(start)
         if len(row_ids):
             segments.append(Segment(start, len(row_ids)))
     if not segments:
@@ -226,12 +226,9 @@ def rewrite(
         rows=segments[-1].stop,
         segments=tuple(segments) if len(segments) > 1 else (),
     )
-    columns = sorted(
-        CountedColumns(
-            column for manifest in manifests for column in manifest.columns
-        ).columns(),
-        key=lambda column: column.name,
-    )
+    columns = CountedColumns(
+        column for manifest in manifests for column in manifest.columns
+    ).columns()
     if len(columns) > MAX_COLUMNS:
         raise UsageError(
             f"the new index would have {len(columns)} source columns; merge fewer"
@@ -270,7 +267,8 @@ def rewrite(
         check_disk(change.layout, spec, what=what)
         rows_of_shards: dict[int, tuple[RowCopier, Ints]] = {}
         shards = spec.shard_numbers()
-        for index, row_ids, renumber in moves:
+        for (index, row_ids), start in zip(parts, starts, strict=True):
+            renumber = partial(renumbered, row_ids, start)
             copier = RowCopier(index, change.layout, spec, renumber)
             for of_shard in np.split(row_ids, range(size, len(row_ids), size)):
                 if len(of_shard):
@@ -279,7 +277,7 @@ def rewrite(
             spec,
             {"kind": kind, **details},
             copying(rows_of_shards, identity),
-            columns=tuple(columns),
+            columns=columns,
             settings=settings,
             model=first.model,
             encoded_from=encoded_from,
@@ -386,35 +384,22 @@ def copying(
     Args:
         rows_of_shards: for each shard to write, its copier, and the ids of the rows to
             copy.
-        identity: see `ShardWork`.
+        identity: JSON object with everything that determines the written bytes.
     """
-
-    def copy(
-        task: CopyTask,
-        _: object,
-        should_stop: ShouldStop,
-    ) -> ShardReceipt:
-        copier, row_ids = rows_of_shards[task.shard]
-        return copier.copy(task.shard, row_ids, task.plan, should_stop)
-
-    def close() -> None:
-        for copier in {copier for copier, _ in rows_of_shards.values()}:
-            copier.close()
-
+    plan = fingerprint(identity)
     return ShardWork(
         "copying",
         list(rows_of_shards),
         sum(len(row_ids) for _, row_ids in rows_of_shards.values()),
-        identity,
-        CopyTask,
-        lambda: copy,
-        close=close,
+        plan,
+        lambda shard: CopyTask(shard, *rows_of_shards[shard], plan),
+        lambda: CopyWorker({copier for copier, _ in rows_of_shards.values()}),
     )
 
 
 @dataclass(frozen=True)
 class CopyTask:
-    """Task that copies rows to one shard.
+    """Task that copies the rows `row_ids` to one shard.
 
     Attributes:
         shard: number of the shard to write.
@@ -422,7 +407,26 @@ class CopyTask:
     """
 
     shard: int
+    copier: RowCopier
+    row_ids: Ints
     plan: str
+
+
+@dataclass(frozen=True)
+class CopyWorker:
+    """Worker that runs the tasks of `copiers`."""
+
+    copiers: Collection[RowCopier]
+
+    def __call__(
+        self, task: CopyTask, _: object, should_stop: ShouldStop
+    ) -> ShardReceipt:
+        return task.copier.copy(task.shard, task.row_ids, task.plan, should_stop)
+
+    def close(self) -> None:
+        """Close the files of the copied indexes."""
+        for copier in self.copiers:
+            copier.close()
 
 
 @name_missing_extra("search")

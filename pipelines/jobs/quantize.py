@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipelines.engines.base import open_engine
 from pipelines.jobs.changing import Edit, ShardWork, apply, begin
-from pipelines.jobs.plan import check_free_disk, disk_need
+from pipelines.jobs.plan import check_disk
 from pipelines.progress.events import OnEvent, ShouldStop, ignore, never
 from pipelines.progress.wording import counted
 from storage_formats.arguments import as_list
@@ -18,7 +18,7 @@ from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, OffsetBlock
 from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
 from storage_formats.format.places import Place
-from storage_formats.format.receipts import read_receipts
+from storage_formats.format.receipts import fingerprint, read_receipts
 from storage_formats.remote.urls import IndexLocation
 from storage_formats.threads import usable_cpus
 from storage_formats.writing.conversion import (
@@ -170,33 +170,32 @@ def conversion(
     _refuse_other_files(index, missing, chain)
     offset, block = choose_offset(index, read, missing)
     target = with_precisions(spec, after, block)
+    identity = {
+        "kind": "quantize",
+        "spec": asdict(spec),
+        "offset": None if target.offset is None else asdict(target.offset),
+        "source": read,
+        "targets": sorted(missing),
+        "tables": [table.to_json() for table in manifest.shard_tables],
+    }
+    plan = fingerprint(identity)
     work = ShardWork(
         "converting",
         list(spec.shard_numbers()),
         spec.used_rows,
-        {
-            "kind": "quantize",
-            "spec": asdict(spec),
-            "offset": None if target.offset is None else asdict(target.offset),
-            "source": read,
-            "targets": sorted(missing),
-            "tables": [table.to_json() for table in manifest.shard_tables],
-        },
-        make_task=lambda shard, fingerprint: ConversionTask(
-            str(index.location), shard, target, read, missing, fingerprint
+        plan,
+        make_task=lambda shard: ConversionTask(
+            str(index.location), shard, target, read, missing, plan
         ),
         make_worker=lambda: convert_shard,
         engine=open_engine("inline", usable_cpus()),
     )
-    finished = read_receipts(place, work.shards, work.fingerprint)
+    finished = read_receipts(place, work.shards, plan)
     left = {*work.shards} - {*finished}
-    # An object store gets the files of one shard after another.
-    on_disk = sorted(left)[:1] if place.remote else left
-    if rows := sum(len(spec.shard_rows(shard)) for shard in on_disk):
+    if rows := sum(len(spec.shard_rows(shard)) for shard in left):
         written = replace(spec, rows=rows, segments=(), precisions=missing)
-        need = {"tokens": disk_need(written)["tokens"]}
         what = f"converting {counted(len(left), 'shard')} to {', '.join(missing)}"
-        check_free_disk(place.root, need, what, parameter="to")
+        check_disk(place, written, what, only_tokens=True, parameter="to")
     return Edit(
         target,
         work=work,
