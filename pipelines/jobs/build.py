@@ -549,19 +549,18 @@ def encoding(
     plan: Plan,
     execution: Execution,
     on_event: OnEvent,
-    *,
-    needs_one: bool = True,
+    check_all: Callable[[Sequence[ShardReceipt]], None] | None = None,
 ) -> ShardWork:
     """Return the work that encodes the rows of `plan`.
 
     The work ends with FailedInputsError if too many inputs fail. Inputs of formats that
-    this installation does not decode do not count as failed. With `needs_one`, the work
-    also ends with FailedInputsError if no input can be indexed. A change of a finished
-    index is then abandoned.
+    this installation does not decode do not count as failed.
 
     Args:
         execution: the result of `choose_workers`.
-        needs_one: True to raise an error if no input can be indexed.
+        check_all: function that is called with the receipts of all shards, and raises
+            an error to end the work. None ends the work with FailedInputsError if no
+            input can be indexed. A change of a finished index is then abandoned.
     """
     from edje_index.indexing.shard_encoding import ShardTask
 
@@ -604,7 +603,9 @@ def encoding(
                 f" installation does not decode: {by_reason(undecoded)}"
             )
             on_event(StatusMessage(text, is_warning=True))
-        if needs_one and not any(receipt.indexed for receipt in receipts):
+        if check_all is not None:
+            check_all(receipts)
+        elif not any(receipt.indexed for receipt in receipts):
             if change.before is not None:
                 change.abandon()
             raise FailedInputsError(
