@@ -31,7 +31,7 @@ from edje_index.bundles.info import (
     BundleInfo,
     matching_bundle,
 )
-from edje_index.inputs.refs import InputRef, display_path, rows_digest
+from edje_index.inputs.refs import InputRef, display_path
 from edje_index.inputs.tables import STANDARD_INPUT
 from pipelines.jobs.build import (
     BuildResult,
@@ -611,12 +611,13 @@ def _plan_rows(
     If an earlier run of `change` stored the same plan, the shards that it finished are
     used. If that run stored another plan, the files of that run are removed.
     """
-    # The plan differs if captions have changed since an earlier run.
-    digest = hashlib.sha256(rows_digest(refs).encode())
+    digest = hashlib.sha256()
     rows = 0
     for ref in refs:
         rows += 1
-        digest.update(_metadata_hash(ref.metadata or {}))
+        # The plan differs if captions have changed since an earlier run.
+        values = (ref.duplicate_of, ref.problem, metadata_text(ref.metadata or {}))
+        digest.update(f"{(*ref.location, *values)}\n".encode())
     manifest = change.index.manifest
     spec = manifest.spec
     check_disk(change.layout, replace(spec, rows=rows, segments=()))
