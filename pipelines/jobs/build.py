@@ -386,11 +386,11 @@ def build_index(
             return (settings, info.encoder_fingerprint) == (plan.settings, fingerprint)
 
         plan = earlier_plan(change, info, on_event, is_wanted)
-        settings = BuildSettings.choose(
-            None if plan is None else plan.settings, **requested
-        )
-        if plan is not None:
-            refuse_differences(out, plan.model, plan.settings, info, settings)
+        if plan is None:
+            settings = BuildSettings.choose(None, **requested)
+        else:
+            refuse_differences(out, plan.model, plan.settings, info, requested)
+            settings = plan.settings
         execution = choose_workers(settings, info, execution)
         offset = read_bundle_offset(info)
         failed: dict[str, int] = {}
@@ -510,9 +510,8 @@ def check_finished(
     """
     finish_committed(reading_place(out))
     index = CommittedIndex.open(out)
-    stored = settings_of(out, index.manifest)
-    settings = BuildSettings.choose(stored, **requested)
-    refuse_differences(out, index.manifest.model, stored, info, settings)
+    settings = settings_of(out, index.manifest)
+    refuse_differences(out, index.manifest.model, settings, info, requested)
     check_files(index, only_lengths=True)
     listing = Listing(settings.open_sources(), ignore, should_stop)
     deque(listing, maxlen=0)
@@ -779,7 +778,6 @@ class ShardWorker:
         at_once: int = 1,
         per_gpu: int = SHARDS_PER_GPU,
     ) -> None:
-        from edje_index.bundles.info import read_bundle_info
         from edje_index.indexing.image_encoder import ImageEncoder, read_preprocessor
         from edje_index.indexing.shard_encoding import batches_in_memory
         from edje_index.inputs.helpers import Helpers, Threads

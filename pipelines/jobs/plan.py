@@ -302,7 +302,7 @@ def refuse_differences(
     stored_model: Mapping[str, Any],
     stored: BuildSettings,
     info: BundleInfo,
-    requested: BuildSettings,
+    values: Json,
 ) -> None:
     """Raise UsageError if the requested model and settings differ from those of the
     unfinished or finished index at `root`.
@@ -311,10 +311,11 @@ def refuse_differences(
         stored_model: description of the model of the index, see `model_record`.
         stored: settings of the index.
         info: description of the requested model bundle.
-        requested: requested settings.
+        values: requested settings: keyword arguments of `BuildSettings.choose`.
     """
+    requested = BuildSettings.choose(stored, **values)
     models = (stored_model, model_record(info))
-    values: dict[str, Sequence[Any]] = {
+    pairs: dict[str, Sequence[Any]] = {
         "model": [f"{each['vision']} ({each['fingerprint']})" for each in models],
         **{
             name: (each, getattr(requested, name))
@@ -322,7 +323,7 @@ def refuse_differences(
         },
     }
     differences = {}
-    for name, pair in values.items():
+    for name, pair in pairs.items():
         if pair[0] != pair[1]:
             left, right = (
                 ", ".join(each) if isinstance(each, tuple) else each for each in pair
