@@ -37,6 +37,7 @@ from pipelines.progress.events import (
     ShouldStop,
     StatusMessage,
     ignore,
+    progress_callback,
     stop_at_events,
 )
 from pipelines.progress.wording import counted
@@ -53,6 +54,7 @@ from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.file_check import check_file, refuse
 from storage_formats.format.layout import EMBEDDING_FILE, IndexSpec, Layout
 from storage_formats.format.manifest import (
+    Ann,
     CommittedIndex,
     Counts,
     Manifest,
@@ -240,8 +242,6 @@ class Edit:
                 on_event(StatusMessage("changing the nearest-neighbour index"))
                 ann = ann_without_rows(layout, index, deleted.row_ids.tolist())
         if self.ann is not None:
-            from pipelines.jobs.ann import new_ann
-
             if index is None:
                 fetch_written(layout, receipts, "embeddings/")
             else:
@@ -256,13 +256,18 @@ class Edit:
         removed = before.removed
         if self.removed is not None:
             removed = write_removed(layout, self.removed)
+        settings = self.settings or before.settings
+        processors = {each.encoded_on for each in receipts if each.encoded_on}
+        processors.update(settings.get(PROCESSORS_MEMBER, ()))
+        if processors:
+            settings = {**settings, PROCESSORS_MEMBER: sorted(processors)}
         origins = {**before.encoded_from, **self.encoded_from}
         counts = add_counts(before.counts, self.counts)
         manifest = replace(
             before,
             spec=spec,
             counts=add_counts(counts, total_counts(added)),
-            settings=with_processors(self.settings or before.settings, receipts),
+            settings=settings,
             model=self.model or before.model,
             ann=ann,
             encoded_from={
@@ -371,25 +376,62 @@ def apply(
             raise JobStopped(stopped)
         return Applied(edit.commit(change, (), report))
     started = time.monotonic()
-    earlier = change.receipts(work.shards, work.fingerprint)
-    on_event(PlanReady(work.rows, len(work.shards), len(earlier), **work.described))
-    receipts = run_shards(work, layout, earlier, on_event, should_stop)
+    shards = work.shards
+    earlier = change.receipts(shards, work.fingerprint)
+    on_event(PlanReady(work.rows, len(shards), len(earlier), **work.described))
+    meter = ShardMeter(work.activity, work.rows, len(shards))
+    receipts: list[ShardReceipt] = []
+
+    def finish(receipt: ShardReceipt, seconds: Mapping[str, float]) -> Progress:
+        receipts.append(receipt)
+        failed = sum(receipt.failed.values()) if work.shows_failed else 0
+        return meter.update(
+            ShardProgress(receipt.shard, receipt.rows, failed, seconds), is_final=True
+        )
+
+    try:
+        fetch_written(layout, earlier.values(), "build/rows/")
+        for receipt in earlier.values():
+            # Pass no stage times, because events report the times of this run only.
+            finish(receipt, {})
+            work.check(receipts)
+        missing = [shard for shard in shards if shard not in earlier]
+        if missing:
+            finished = work.engine(
+                work.make_worker,
+                map(work.make_task, missing),
+                on_progress=lambda report: on_event(meter.update(report)),
+                on_event=on_event,
+                should_stop=should_stop,
+            )
+            with contextlib.closing(finished):
+                for receipt in finished:
+                    fetch_written(layout, [receipt], "build/rows/")
+                    on_event(finish(receipt, receipt.seconds))
+                    work.check(receipts)
+        # Also stop if all shards are finished but a stop was requested: the commit may
+        # take long. The handler below adds the counts of rows and shards to the text.
+        if len(receipts) < len(shards) or should_stop():
+            raise JobStopped("stopped")
+    except (UsageError, EngineUnavailableError, FailedInputsError):
+        raise
+    except (EdjeError, OSError) as error:
+        # The error may be temporary. JobStopped says that the job can be resumed.
+        of_shard = (
+            f"shard {error.task.shard}: " if isinstance(error, TaskFailedError) else ""
+        )
+        rows = sum(receipt.rows for receipt in receipts)
+        with contextlib.suppress(OSError, EdjeError):
+            rows += kept_rows(layout)
+        raise JobStopped(
+            f"{of_shard}{describe_error(error)}; {rows:,} of"
+            f" {counted(work.rows, 'row')} are kept, {len(receipts):,} of"
+            f" {counted(len(shards), 'shard')} are finished"
+        ) from error
+    receipts.sort(key=lambda receipt: receipt.shard)
     rows = sum(receipt.rows for receipt in receipts if receipt.shard not in earlier)
     speed = rows / (time.monotonic() - started)
     return Applied(edit.commit(change, receipts, report), receipts, earlier, speed)
-
-
-def with_processors(settings: Json, receipts: Iterable[ShardReceipt]) -> Json:
-    """Return the settings of an index after shards are added to it: `settings` with the
-    member `PROCESSORS_MEMBER`, unless no processor is recorded.
-
-    Args:
-        settings: settings of the index before the change.
-        receipts: receipts of the new shards.
-    """
-    names = {receipt.encoded_on for receipt in receipts if receipt.encoded_on}
-    names.update(settings.get(PROCESSORS_MEMBER, ()))
-    return {**settings, PROCESSORS_MEMBER: sorted(names)} if names else settings
 
 
 def _counted(
@@ -406,6 +448,19 @@ def _counted(
     return tuple(replace(column, values=counts[column.name]) for column in columns)
 
 
+def new_ann(
+    place: Place, spec: IndexSpec, request: AnnRequest, on_event: OnEvent
+) -> Ann:
+    """Build a nearest-neighbour index, see `build_ann`. Return its description for the
+    manifest.
+    """
+    from edje_index.indexing.faiss_build import build_ann
+
+    on_event(StatusMessage("building the nearest-neighbour index"))
+    report = progress_callback(on_event)
+    return build_ann(place, spec, request=request, on_progress=report)
+
+
 def rows_passing(index: CommittedIndex, where: str | None) -> Ints:
     """Return the ids of the rows that pass the filter `where`, int64 [k], ascending. If
     `where` is None, no row passes.
@@ -420,69 +475,3 @@ def rows_passing(index: CommittedIndex, where: str | None) -> Ints:
 def notifier(on_event: OnEvent) -> Callable[[str], None]:
     """Return a function that passes a text to `on_event` as a `StatusMessage`."""
     return lambda text: on_event(StatusMessage(text))
-
-
-def run_shards(
-    work: ShardWork,
-    place: Place,
-    earlier: Mapping[int, ShardReceipt],
-    on_event: OnEvent,
-    should_stop: ShouldStop,
-) -> list[ShardReceipt]:
-    """Run the task of each shard that has no receipt in `earlier`. Return the receipts
-    of all shards of `work`, ordered by shard number.
-
-    Raises:
-        JobStopped, FailedInputsError, UsageError, EngineUnavailableError: see `apply`.
-    """
-    shards = work.shards
-    meter = ShardMeter(work.activity, work.rows, len(shards))
-    receipts: list[ShardReceipt] = []
-
-    def finish(receipt: ShardReceipt, seconds: Mapping[str, float]) -> Progress:
-        receipts.append(receipt)
-        failed = sum(receipt.failed.values()) if work.shows_failed else 0
-        return meter.update(
-            ShardProgress(receipt.shard, receipt.rows, failed, seconds), is_final=True
-        )
-
-    try:
-        fetch_written(place, earlier.values(), "build/rows/")
-        for receipt in earlier.values():
-            # Pass no stage times, because events report the times of this run only.
-            finish(receipt, {})
-            work.check(receipts)
-        missing = [shard for shard in shards if shard not in earlier]
-        if missing:
-            finished = work.engine(
-                work.make_worker,
-                map(work.make_task, missing),
-                on_progress=lambda report: on_event(meter.update(report)),
-                on_event=on_event,
-                should_stop=should_stop,
-            )
-            with contextlib.closing(finished):
-                for receipt in finished:
-                    fetch_written(place, [receipt], "build/rows/")
-                    on_event(finish(receipt, receipt.seconds))
-                    work.check(receipts)
-        # Also stop if all shards are finished but a stop was requested: the commit may
-        # take long. The handler below adds the counts of rows and shards to the text.
-        if len(receipts) < len(shards) or should_stop():
-            raise JobStopped("stopped")
-    except (UsageError, EngineUnavailableError, FailedInputsError):
-        raise
-    except (EdjeError, OSError) as error:
-        # The error may be temporary. JobStopped says that the job can be resumed.
-        of_shard = (
-            f"shard {error.task.shard}: " if isinstance(error, TaskFailedError) else ""
-        )
-        rows = sum(receipt.rows for receipt in receipts)
-        with contextlib.suppress(OSError, EdjeError):
-            rows += kept_rows(place)
-        raise JobStopped(
-            f"{of_shard}{describe_error(error)}; {rows:,} of"
-            f" {counted(work.rows, 'row')} are kept, {len(receipts):,} of"
-            f" {counted(len(shards), 'shard')} are finished"
-        ) from error
-    return sorted(receipts, key=lambda receipt: receipt.shard)
