@@ -83,8 +83,8 @@ def encode_shard(
     task: ShardTask,
     encoder: ImageEncoder,
     helpers: Helpers | Threads,
-    on_progress: Callable[[ShardProgress], None] = lambda _: None,
-    should_stop: Callable[[], bool] = lambda: False,
+    on_progress: Callable[[ShardProgress], None],
+    should_stop: Callable[[], bool],
 ) -> ShardReceipt:
     """Encode and commit one shard. If an input is damaged or missing, its row gets the
     status "failed".
@@ -110,22 +110,24 @@ def encode_shard(
     """
     import torch
 
-    try:
-        with open_place(task.root) as place:
-            return _encode_at(place, task, encoder, helpers, on_progress, should_stop)
-    except torch.OutOfMemoryError as error:
-        if task.batch_size == 1:
-            raise EdjeError(
-                "the GPU has too little memory to encode one image: stop other programs"
-                " that use it, or build with a smaller model or on a CPU"
-            ) from error
-    # This call is outside the `except` block. Inside, the exception would keep the
-    # tensors of the batch alive, and their memory would not be freed.
-    torch.cuda.empty_cache()
-    # The whole shard is encoded again, so that all its batches have the same size. Its
-    # bytes then do not depend on which batch was too large.
-    smaller = replace(task, batch_size=task.batch_size // 2)
-    return encode_shard(smaller, encoder, helpers, on_progress, should_stop)
+    while True:
+        try:
+            with open_place(task.root) as place:
+                return _encode_at(
+                    place, task, encoder, helpers, on_progress, should_stop
+                )
+        except torch.OutOfMemoryError as error:
+            if task.batch_size == 1:
+                raise EdjeError(
+                    "the GPU has too little memory to encode one image: stop other"
+                    " programs that use it, or build with a smaller model or on a CPU"
+                ) from error
+        # This call is outside the `except` block. Inside, the exception would keep the
+        # tensors of the batch alive, and their memory would not be freed.
+        torch.cuda.empty_cache()
+        # The whole shard is encoded again, so that all its batches have the same size.
+        # Its bytes then do not depend on which batch was too large.
+        task = replace(task, batch_size=task.batch_size // 2)
 
 
 def _encode_at(

@@ -5,9 +5,8 @@ input.
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,17 +82,6 @@ class InputRef:
             self.size,
             self.content_hash,
         )
-
-
-def rows_digest(refs: Iterable[InputRef]) -> str:
-    """Return a SHA-256 in hexadecimal. It covers everything that determines the rows of
-    `refs`, except their metadata.
-    """
-    digest = hashlib.sha256()
-    for ref in refs:
-        fields = (*ref.location, ref.duplicate_of, ref.problem)
-        digest.update(f"{fields}\n".encode())
-    return digest.hexdigest()
 
 
 def display_path(path: bytes) -> str:

@@ -327,7 +327,7 @@ def build_ann(index: IndexLocation, *, ann: str = "auto", recall: float = 0.95) 
         recall: target recall: share of the 100 nearest rows that a search finds.
     """
     from edje_index.indexing.faiss_build import AnnRequest
-    from pipelines.jobs.ann import add_ann
+    from pipelines.jobs.quantize import add_ann
     from storage_formats.cgroups import available_memory
 
     request = AnnRequest(ann, recall, available_memory())

@@ -143,7 +143,8 @@ def run_inline(
     finally:
         ended.set()
         pool.shutdown(wait=waits, cancel_futures=True)
-        close_worker(worker)
+        if hasattr(worker, "close"):
+            worker.close()
 
 
 def build_worker(make_worker: WorkerFactory) -> Worker:
@@ -155,12 +156,6 @@ def build_worker(make_worker: WorkerFactory) -> Worker:
             return make_worker()
     except Exception as error:
         raise EdjeError(f"a worker could not start: {describe_error(error)}") from error
-
-
-def close_worker(worker: Worker) -> None:
-    """Call the method `close` of `worker`, if it has one."""
-    if hasattr(worker, "close"):
-        worker.close()
 
 
 def run_task(

@@ -32,7 +32,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import (
-    Callable,
     Generator,
     Iterable,
     Iterator,
@@ -186,7 +185,24 @@ def run_on_ray(
             if time.monotonic() - asked_at >= pause:
                 asked_at = time.monotonic()
                 for job in jobs.values():
-                    _ask(cluster, job, pause, on_progress, warn)
+                    job.stalled_seconds += pause if job.attempt else 0
+                    question = job.question
+                    if question is None or ray.wait([question], timeout=0)[0]:
+                        # If the actor has died, the answer to its task says so, too.
+                        with contextlib.suppress(ray.exceptions.RayError):
+                            progress = question and ray.get(question)
+                            if progress not in (None, job.progress):
+                                job.progress = progress
+                                job.stalled_seconds = 0.0
+                                on_progress(progress)
+                        job.question = job.actor.progress.remote()
+                    if job.stalled_seconds > STALL_SECONDS:
+                        job.stalled_seconds = 0.0
+                        warn(
+                            "a worker made no progress for"
+                            f" {duration(STALL_SECONDS)}{cluster.place(job.node)}"
+                        )
+                        ray.kill(job.actor)
             for answer in ray.wait([*jobs], timeout=_POLL_SECONDS)[0]:
                 job = jobs.pop(answer)
                 place = cluster.place(job.node)
@@ -306,39 +322,6 @@ class _Job:
     question: Any = None
     progress: Any = None
     stalled_seconds: float = 0.0
-
-
-def _ask(
-    cluster: RayCluster,
-    job: _Job,
-    seconds: float,
-    on_progress: OnProgress,
-    warn: Callable[[str], None],
-) -> None:
-    """Request the progress of a job, and report the answer to the earlier request. Kill
-    the actor if its task made no progress for too long.
-
-    Args:
-        seconds: least time since the last call.
-    """
-    ray = cluster.ray
-    job.stalled_seconds += seconds if job.attempt else 0
-    if job.question is None or ray.wait([job.question], timeout=0)[0]:
-        # If the actor has died, the answer to its task says so, too.
-        with contextlib.suppress(ray.exceptions.RayError):
-            progress = job.question and ray.get(job.question)
-            if progress not in (None, job.progress):
-                job.progress = progress
-                job.stalled_seconds = 0.0
-                on_progress(progress)
-        job.question = job.actor.progress.remote()
-    if job.stalled_seconds > STALL_SECONDS:
-        job.stalled_seconds = 0.0
-        warn(
-            f"a worker made no progress for {duration(STALL_SECONDS)}"
-            f"{cluster.place(job.node)}"
-        )
-        ray.kill(job.actor)
 
 
 @dataclasses.dataclass

@@ -386,11 +386,11 @@ def build_index(
             return (settings, info.encoder_fingerprint) == (plan.settings, fingerprint)
 
         plan = earlier_plan(change, info, on_event, is_wanted)
-        settings = BuildSettings.choose(
-            None if plan is None else plan.settings, **requested
-        )
-        if plan is not None:
-            refuse_differences(out, plan.model, plan.settings, info, settings)
+        if plan is None:
+            settings = BuildSettings.choose(None, **requested)
+        else:
+            refuse_differences(out, plan.model, plan.settings, info, requested)
+            settings = plan.settings
         execution = choose_workers(settings, info, execution)
         offset = read_bundle_offset(info)
         failed: dict[str, int] = {}
@@ -510,9 +510,8 @@ def check_finished(
     """
     finish_committed(reading_place(out))
     index = CommittedIndex.open(out)
-    stored = settings_of(out, index.manifest)
-    settings = BuildSettings.choose(stored, **requested)
-    refuse_differences(out, index.manifest.model, stored, info, settings)
+    settings = settings_of(out, index.manifest)
+    refuse_differences(out, index.manifest.model, settings, info, requested)
     check_files(index, only_lengths=True)
     listing = Listing(settings.open_sources(), ignore, should_stop)
     deque(listing, maxlen=0)
@@ -549,24 +548,24 @@ def encoding(
     plan: Plan,
     execution: Execution,
     on_event: OnEvent,
-    *,
-    needs_one: bool = True,
+    check_all: Callable[[Sequence[ShardReceipt]], None] | None = None,
 ) -> ShardWork:
     """Return the work that encodes the rows of `plan`.
 
     The work ends with FailedInputsError if too many inputs fail. Inputs of formats that
-    this installation does not decode do not count as failed. With `needs_one`, the work
-    also ends with FailedInputsError if no input can be indexed. A change of a finished
-    index is then abandoned.
+    this installation does not decode do not count as failed.
 
     Args:
         execution: the result of `choose_workers`.
-        needs_one: True to raise an error if no input can be indexed.
+        check_all: function that is called with the receipts of all shards, and raises
+            an error to end the work. None ends the work with FailedInputsError if no
+            input can be indexed. A change of a finished index is then abandoned.
     """
     from edje_index.indexing.shard_encoding import ShardTask
 
     layout = change.layout
     settings = plan.settings
+    fingerprint = plan.fingerprint
     allowed = max(ALWAYS_ALLOWED, math.floor(DEFAULT_SHARE * plan.rows))
     if execution.max_failed is not None:
         # Add 1e-6 before rounding down, because 0.29 * 100 is 28.999999999999996.
@@ -603,7 +602,9 @@ def encoding(
                 f" installation does not decode: {by_reason(undecoded)}"
             )
             on_event(StatusMessage(text, is_warning=True))
-        if needs_one and not any(receipt.indexed for receipt in receipts):
+        if check_all is not None:
+            check_all(receipts)
+        elif not any(receipt.indexed for receipt in receipts):
             if change.before is not None:
                 change.abandon()
             raise FailedInputsError(
@@ -637,8 +638,8 @@ def encoding(
         "indexing",
         plan.shards,
         plan.rows,
-        plan.identity,
-        make_task=lambda shard, fingerprint: ShardTask(
+        fingerprint,
+        make_task=lambda shard: ShardTask(
             root=str(layout.location),
             shard=shard,
             spec=plan.spec,
@@ -777,7 +778,6 @@ class ShardWorker:
         at_once: int = 1,
         per_gpu: int = SHARDS_PER_GPU,
     ) -> None:
-        from edje_index.bundles.info import read_bundle_info
         from edje_index.indexing.image_encoder import ImageEncoder, read_preprocessor
         from edje_index.indexing.shard_encoding import batches_in_memory
         from edje_index.inputs.helpers import Helpers, Threads

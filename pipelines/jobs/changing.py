@@ -8,7 +8,6 @@ tasks that no earlier run has finished, and commits the new manifest.
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -38,6 +37,7 @@ from pipelines.progress.events import (
     ShouldStop,
     StatusMessage,
     ignore,
+    progress_callback,
     stop_at_events,
 )
 from pipelines.progress.wording import counted
@@ -53,15 +53,16 @@ from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.file_check import check_file, refuse
 from storage_formats.format.layout import EMBEDDING_FILE, IndexSpec, Layout
 from storage_formats.format.manifest import (
+    Ann,
     CommittedIndex,
     Counts,
     Manifest,
     Snapshot,
     created_by,
 )
-from storage_formats.format.offset import Offset, copy_offset, write_offset
+from storage_formats.format.offset import Offset, write_offset
 from storage_formats.format.places import Place
-from storage_formats.format.receipts import ShardReceipt, fetch_written, fingerprint
+from storage_formats.format.receipts import ShardReceipt, fetch_written
 from storage_formats.format.rows import VALUE_SCHEMA, read_staged_rows
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.remote.urls import IndexLocation
@@ -99,14 +100,13 @@ class ShardWork:
         activity: name of the work in progress events, such as "indexing".
         shards: numbers of the shards, ascending.
         rows: total number of rows in these shards.
-        identity: JSON object with everything that determines the written bytes.
-        make_task: function that takes a shard number and the fingerprint of the work,
-            and returns the task of the shard.
+        fingerprint: `fingerprint` of everything that determines the written bytes,
+            which every receipt of these tasks contains.
+        make_task: function that takes a shard number, and returns the task of the
+            shard.
         make_worker: function that is called in each worker process and returns the
             worker; see `pipelines.engines.base`. The worker reports `ShardProgress`.
         engine: engine that runs the tasks.
-        close: function that closes the files that all tasks use. It is called after the
-            last task, and also after an error.
         shows_failed: True to report the number of failed rows in progress events.
         described: further attributes of the event `PlanReady`, by name.
         check: function that is called after each finished shard with all receipts so
@@ -116,21 +116,13 @@ class ShardWork:
     activity: str
     shards: Sequence[int]
     rows: int
-    identity: Json
-    make_task: Callable[[int, str], Task]
+    fingerprint: str
+    make_task: Callable[[int], Task]
     make_worker: WorkerFactory
     engine: Engine = run_inline
-    close: Callable[[], None] = lambda: None
     shows_failed: bool = False
     described: Json = field(default_factory=dict)
     check: Callable[[Sequence[ShardReceipt]], None] = lambda receipts: None
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 of `identity` in hexadecimal, which every receipt of these tasks
-        contains.
-        """
-        return fingerprint(self.identity)
 
 
 @dataclass(frozen=True)
@@ -156,8 +148,7 @@ class Edit:
             shards.
         encoded_from: for each new precision, the chain of precisions that its tokens
             were converted from.
-        columns: source columns after the change; None keeps the columns. If rows are
-            copied, the commit counts the values in the written rows.
+        columns: source columns after the change; None keeps the columns.
         values: new values of rows, see `with_values`.
         removed: the `input_hash` of each input that no update may add, after the
             change. None keeps those of the index.
@@ -166,8 +157,8 @@ class Edit:
             None keeps it.
         offset: offset block to write, if a precision is stored with an offset.
         ann: request for a nearest-neighbour index, which replaces the present one.
-        origins: indexes whose rows a new index gets. It also gets the offset block of
-            the first, and a nearest-neighbour index of the same kind as theirs.
+        copies: True if `work` copies rows to a new index. The commit then counts the
+            values of `columns` in the written rows.
         needs_indexed: True to commit nothing if `work` indexes no row.
     """
 
@@ -185,22 +176,8 @@ class Edit:
     model: Json | None = None
     offset: Offset | None = None
     ann: AnnRequest | None = None
-    origins: Sequence[CommittedIndex] = ()
+    copies: bool = False
     needs_indexed: bool = False
-
-    def begin(self, change: Change) -> None:
-        """Create the directory of an erasure, and write the offset block, if the edit
-        has one.
-        """
-        layout = change.layout
-        if change.before is None:
-            for each in self.origins[:1]:
-                copy_offset(each, layout)
-        elif self.erases:
-            # The directory must be on the device before the commit names its files.
-            make_directories(layout.erased)
-        if self.offset is not None and self.spec.offset is not None:
-            write_offset(layout, self.offset)
 
     def commit(
         self,
@@ -215,56 +192,81 @@ class Edit:
         Args:
             receipts: receipts of the shards that `work` wrote.
         """
-        if change.before is None:
-            manifest = self._new_manifest(change.layout, receipts, on_event)
-            change.commit(manifest)
-            return manifest
-        before = change.index.manifest
+        layout = change.layout
+        index = change.before
+        spec = self.spec
+        added = receipts
+        if index is None:
+            # A new index begins as an index without rows.
+            before = Manifest(
+                spec,
+                _NO_CHANGE,
+                model={},
+                settings={},
+                plan=self.work.fingerprint if self.work else "",
+                shard_tables=(),
+                rows_files=(),
+                ann={"kind": "none"},
+                created_by=created_by(),
+            )
+            if self.details:
+                details = {**self.details, "created": now()}
+                new = Snapshot(change=details, next_shard=spec.shards)
+                before = replace(before, snapshot=new)
+        else:
+            before = index.manifest
+            added = [each for each in receipts if each.shard >= before.spec.shards]
         if self.needs_indexed and not total_counts(receipts).indexed:
             change.abandon()
             return before
-        layout = change.layout
-        index = change.index
-        deleted = index.deleted.with_rows(list(self.deleted))
+        columns = before.columns if self.columns is None else self.columns
+        if self.copies:
+            columns = _counted(layout, [each.shard for each in receipts], columns)
         ann = before.ann
-        changes_segments = self.spec.used_segments != before.spec.used_segments
+        snapshot = before.snapshot
+        changes_segments = spec.used_segments != before.spec.used_segments
         if changes_segments:
             ann = before.ann_after_append()
-        if self.erases and before.ann_files:
-            # Import the module only here: the import takes several times as long as a
-            # deletion, and a deletion does not need the module.
-            from edje_index.indexing.faiss_build import ann_without_rows
-
-            on_event(StatusMessage("changing the nearest-neighbour index"))
-            ann = ann_without_rows(layout, index, deleted.row_ids.tolist())
-        elif self.ann is not None:
-            from pipelines.jobs.ann import new_ann
-
-            numbers = list(index.spec.shard_numbers())
-            files = CommittedFiles(index, EMBEDDING_FILE).files(numbers).values()
-            index.fetch(files)
-            # Otherwise, damaged embeddings would get a new checksum in the FAISS file.
-            for file in files:
-                refuse(file.path, check_file(index.root, file))
-            ann = new_ann(layout, index.spec, self.ann, on_event)
-        spec = self.spec
-        added = [each for each in receipts if each.shard >= before.spec.shards]
-        counts = add_counts(before.counts, self.counts)
-        columns = before.columns if self.columns is None else self.columns
-        snapshot = before.snapshot
         # The name of each file that is written here contains a hash of its content, so
         # no file of an earlier snapshot is overwritten.
-        if len(self.deleted):
-            snapshot = with_tombstones(layout, spec, snapshot, deleted)
+        if index is not None:
+            deleted = index.deleted.with_rows(list(self.deleted))
+            if len(self.deleted):
+                snapshot = with_tombstones(layout, spec, snapshot, deleted)
+            if self.erases and before.ann_files:
+                # Import the module only here: the import takes several times as long as
+                # a deletion, and a deletion does not need the module.
+                from edje_index.indexing.faiss_build import ann_without_rows
+
+                on_event(StatusMessage("changing the nearest-neighbour index"))
+                ann = ann_without_rows(layout, index, deleted.row_ids.tolist())
+        if self.ann is not None:
+            if index is None:
+                fetch_written(layout, receipts, "embeddings/")
+            else:
+                numbers = list(spec.shard_numbers())
+                files = CommittedFiles(index, EMBEDDING_FILE).files(numbers).values()
+                index.fetch(files)
+                # Otherwise, damaged embeddings would get a new checksum in the FAISS
+                # file.
+                for file in files:
+                    refuse(file.path, check_file(index.root, file))
+            ann = new_ann(layout, spec, self.ann, on_event)
         removed = before.removed
         if self.removed is not None:
             removed = write_removed(layout, self.removed)
+        settings = self.settings or before.settings
+        processors = {each.encoded_on for each in receipts if each.encoded_on}
+        processors.update(settings.get(PROCESSORS_MEMBER, ()))
+        if processors:
+            settings = {**settings, PROCESSORS_MEMBER: sorted(processors)}
         origins = {**before.encoded_from, **self.encoded_from}
+        counts = add_counts(before.counts, self.counts)
         manifest = replace(
             before,
             spec=spec,
             counts=add_counts(counts, total_counts(added)),
-            settings=with_processors(self.settings or before.settings, receipts),
+            settings=settings,
             model=self.model or before.model,
             ann=ann,
             encoded_from={
@@ -273,64 +275,17 @@ class Edit:
             snapshot=snapshot,
             columns=columns,
             removed=removed,
-            **write_tables(
-                layout,
-                spec,
-                receipts,
-                columns,
-                index,
-                self.values,
-            ),
+            **write_tables(layout, spec, receipts, columns, index, self.values),
         )
         changes_rows = len(self.values) or len(self.deleted)
         changes_removed = removed != before.removed
-        if changes_segments or changes_rows or changes_removed or self.erases:
+        if index is not None and (
+            changes_segments or changes_rows or changes_removed or self.erases
+        ):
             manifest = change.new_snapshot(manifest, self.details, is_only=self.erases)
         if manifest != before:
             change.commit(manifest)
         return manifest
-
-    def _new_manifest(
-        self, layout: Place, receipts: Sequence[ShardReceipt], on_event: OnEvent
-    ) -> Manifest:
-        """Build the nearest-neighbour index of a new index, and write its tables.
-        Return its manifest.
-        """
-        from pipelines.jobs.ann import build_copied_ann, new_ann
-
-        spec = self.spec
-        columns = self.columns or ()
-        manifests = [each.manifest for each in self.origins]
-        # the nearest-neighbour index is built of them
-        fetch_written(layout, receipts, "embeddings/")
-        if self.ann is None:
-            shards = [receipt.shard for receipt in receipts]
-            columns = _counted(layout, shards, columns)
-            ann = build_copied_ann(layout, spec, manifests, on_event)
-        else:
-            ann = new_ann(layout, spec, self.ann, on_event)
-        encoded_from: dict[str, tuple[str, ...]] = {}
-        for each in manifests:
-            for name, chain in each.encoded_from.items():
-                encoded_from[name] = max(encoded_from.get(name, ()), chain, key=len)
-        snapshot = Snapshot()
-        if self.details:
-            change = {**self.details, "created": now()}
-            snapshot = Snapshot(change=change, next_shard=spec.shards)
-        return Manifest(
-            spec=spec,
-            counts=total_counts(receipts),
-            model=self.model or {},
-            settings=with_processors(self.settings or {}, receipts),
-            plan=self.work.fingerprint if self.work else "",
-            ann=ann,
-            created_by=created_by(),
-            encoded_from=encoded_from,
-            snapshot=snapshot,
-            columns=columns,
-            removed=write_removed(layout, self.removed or ()),
-            **write_tables(layout, spec, receipts, columns),
-        )
 
 
 @dataclass(frozen=True)
@@ -404,7 +359,12 @@ def apply(
     """
     if change.before is not None and change.is_dry:
         return Applied(change.index.manifest)
-    edit.begin(change)
+    layout = change.layout
+    if edit.erases:
+        # The directory must be on the device before the commit names its files.
+        make_directories(layout.erased)
+    if edit.offset is not None and edit.spec.offset is not None:
+        write_offset(layout, edit.offset)
     work = edit.work
     # The nearest-neighbour index is built before the commit, which may take long.
     stopped = "stopped before the commit"
@@ -414,25 +374,62 @@ def apply(
             raise JobStopped(stopped)
         return Applied(edit.commit(change, (), report))
     started = time.monotonic()
-    earlier = change.receipts(work.shards, work.fingerprint)
-    on_event(PlanReady(work.rows, len(work.shards), len(earlier), **work.described))
-    receipts = run_shards(work, change.layout, earlier, on_event, should_stop)
+    shards = work.shards
+    earlier = change.receipts(shards, work.fingerprint)
+    on_event(PlanReady(work.rows, len(shards), len(earlier), **work.described))
+    meter = ShardMeter(work.activity, work.rows, len(shards))
+    receipts: list[ShardReceipt] = []
+
+    def finish(receipt: ShardReceipt, seconds: Mapping[str, float]) -> Progress:
+        receipts.append(receipt)
+        failed = sum(receipt.failed.values()) if work.shows_failed else 0
+        return meter.update(
+            ShardProgress(receipt.shard, receipt.rows, failed, seconds), is_final=True
+        )
+
+    try:
+        fetch_written(layout, earlier.values(), "build/rows/")
+        for receipt in earlier.values():
+            # Pass no stage times, because events report the times of this run only.
+            finish(receipt, {})
+            work.check(receipts)
+        missing = [shard for shard in shards if shard not in earlier]
+        if missing:
+            finished = work.engine(
+                work.make_worker,
+                map(work.make_task, missing),
+                on_progress=lambda report: on_event(meter.update(report)),
+                on_event=on_event,
+                should_stop=should_stop,
+            )
+            with contextlib.closing(finished):
+                for receipt in finished:
+                    fetch_written(layout, [receipt], "build/rows/")
+                    on_event(finish(receipt, receipt.seconds))
+                    work.check(receipts)
+        # Also stop if all shards are finished but a stop was requested: the commit may
+        # take long. The handler below adds the counts of rows and shards to the text.
+        if len(receipts) < len(shards) or should_stop():
+            raise JobStopped("stopped")
+    except (UsageError, EngineUnavailableError, FailedInputsError):
+        raise
+    except (EdjeError, OSError) as error:
+        # The error may be temporary. JobStopped says that the job can be resumed.
+        of_shard = (
+            f"shard {error.task.shard}: " if isinstance(error, TaskFailedError) else ""
+        )
+        rows = sum(receipt.rows for receipt in receipts)
+        with contextlib.suppress(OSError, EdjeError):
+            rows += kept_rows(layout)
+        raise JobStopped(
+            f"{of_shard}{describe_error(error)}; {rows:,} of"
+            f" {counted(work.rows, 'row')} are kept, {len(receipts):,} of"
+            f" {counted(len(shards), 'shard')} are finished"
+        ) from error
+    receipts.sort(key=lambda receipt: receipt.shard)
     rows = sum(receipt.rows for receipt in receipts if receipt.shard not in earlier)
     speed = rows / (time.monotonic() - started)
     return Applied(edit.commit(change, receipts, report), receipts, earlier, speed)
-
-
-def with_processors(settings: Json, receipts: Iterable[ShardReceipt]) -> Json:
-    """Return the settings of an index after shards are added to it: `settings` with the
-    member `PROCESSORS_MEMBER`, unless no processor is recorded.
-
-    Args:
-        settings: settings of the index before the change.
-        receipts: receipts of the new shards.
-    """
-    names = {receipt.encoded_on for receipt in receipts if receipt.encoded_on}
-    names.update(settings.get(PROCESSORS_MEMBER, ()))
-    return {**settings, PROCESSORS_MEMBER: sorted(names)} if names else settings
 
 
 def _counted(
@@ -449,6 +446,19 @@ def _counted(
     return tuple(replace(column, values=counts[column.name]) for column in columns)
 
 
+def new_ann(
+    place: Place, spec: IndexSpec, request: AnnRequest, on_event: OnEvent
+) -> Ann:
+    """Build a nearest-neighbour index, see `build_ann`. Return its description for the
+    manifest.
+    """
+    from edje_index.indexing.faiss_build import build_ann
+
+    on_event(StatusMessage("building the nearest-neighbour index"))
+    report = progress_callback(on_event)
+    return build_ann(place, spec, request=request, on_progress=report)
+
+
 def rows_passing(index: CommittedIndex, where: str | None) -> Ints:
     """Return the ids of the rows that pass the filter `where`, int64 [k], ascending. If
     `where` is None, no row passes.
@@ -463,71 +473,3 @@ def rows_passing(index: CommittedIndex, where: str | None) -> Ints:
 def notifier(on_event: OnEvent) -> Callable[[str], None]:
     """Return a function that passes a text to `on_event` as a `StatusMessage`."""
     return lambda text: on_event(StatusMessage(text))
-
-
-def run_shards(
-    work: ShardWork,
-    place: Place,
-    earlier: Mapping[int, ShardReceipt],
-    on_event: OnEvent,
-    should_stop: ShouldStop,
-) -> list[ShardReceipt]:
-    """Run the task of each shard that has no receipt in `earlier`. Return the receipts
-    of all shards of `work`, ordered by shard number.
-
-    Raises:
-        JobStopped, FailedInputsError, UsageError, EngineUnavailableError: see `apply`.
-    """
-    shards = work.shards
-    meter = ShardMeter(work.activity, work.rows, len(shards))
-    receipts: list[ShardReceipt] = []
-
-    def finish(receipt: ShardReceipt, seconds: Mapping[str, float]) -> Progress:
-        receipts.append(receipt)
-        failed = sum(receipt.failed.values()) if work.shows_failed else 0
-        return meter.update(
-            ShardProgress(receipt.shard, receipt.rows, failed, seconds), is_final=True
-        )
-
-    try:
-        fetch_written(place, earlier.values(), "build/rows/")
-        for receipt in earlier.values():
-            # Pass no stage times, because events report the times of this run only.
-            finish(receipt, {})
-            work.check(receipts)
-        missing = [shard for shard in shards if shard not in earlier]
-        if missing:
-            finished = work.engine(
-                work.make_worker,
-                (work.make_task(shard, work.fingerprint) for shard in missing),
-                on_progress=lambda report: on_event(meter.update(report)),
-                on_event=on_event,
-                should_stop=should_stop,
-            )
-            with contextlib.closing(finished):
-                for receipt in finished:
-                    fetch_written(place, [receipt], "build/rows/")
-                    on_event(finish(receipt, receipt.seconds))
-                    work.check(receipts)
-        # Also stop if all shards are finished but a stop was requested: the commit may
-        # take long. The handler below adds the counts of rows and shards to the text.
-        if len(receipts) < len(shards) or should_stop():
-            raise JobStopped("stopped")
-    except (UsageError, EngineUnavailableError, FailedInputsError):
-        raise
-    except (EdjeError, OSError) as error:
-        # The error may be temporary. JobStopped says that the job can be resumed.
-        of_shard = (
-            f"shard {error.task.shard}: " if isinstance(error, TaskFailedError) else ""
-        )
-        rows = sum(receipt.rows for receipt in receipts)
-        with contextlib.suppress(OSError, EdjeError):
-            rows += kept_rows(place)
-        raise JobStopped(
-            f"{of_shard}{describe_error(error)}; {rows:,} of"
-            f" {counted(work.rows, 'row')} are kept, {len(receipts):,} of"
-            f" {counted(len(shards), 'shard')} are finished"
-        ) from error
-    finally:
-        work.close()
-    return sorted(receipts, key=lambda receipt: receipt.shard)

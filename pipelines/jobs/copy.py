@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from functools import partial
@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from edje_index.indexing.faiss_build import AnnRequest
 from pipelines.jobs.changing import (
     Edit,
     ShardWork,
@@ -53,7 +54,13 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.format.file_check import FileEntry
 from storage_formats.format.json_values import write_json
 from storage_formats.format.layout import Segment
-from storage_formats.format.manifest import CommittedIndex, Counts, named_files
+from storage_formats.format.manifest import (
+    CommittedIndex,
+    Counts,
+    Manifest,
+    named_files,
+)
+from storage_formats.format.offset import read_offset
 from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt, fingerprint
 from storage_formats.format.rows import (
@@ -204,10 +211,10 @@ def rewrite(
     first = manifests[0]
     size = first.spec.shard_size
     segments = list[Segment]()
-    moves = list[tuple[CommittedIndex, Ints, Callable[[Ints], Ints]]]()
-    for index, row_ids in parts:
+    starts = list[int]()
+    for _, row_ids in parts:
         start = -(-segments[-1].stop // size) * size if segments else 0
-        moves.append((index, row_ids, partial(renumbered, row_ids, start)))
+        starts.append(start)
         if len(row_ids):
             segments.append(Segment(start, len(row_ids)))
     if not segments:
@@ -219,12 +226,9 @@ def rewrite(
         rows=segments[-1].stop,
         segments=tuple(segments) if len(segments) > 1 else (),
     )
-    columns = sorted(
-        CountedColumns(
-            column for manifest in manifests for column in manifest.columns
-        ).columns(),
-        key=lambda column: column.name,
-    )
+    columns = CountedColumns(
+        column for manifest in manifests for column in manifest.columns
+    ).columns()
     if len(columns) > MAX_COLUMNS:
         raise UsageError(
             f"the new index would have {len(columns)} source columns; merge fewer"
@@ -253,12 +257,18 @@ def rewrite(
     if details is None:
         name = Path(str(parts[0][0].location)).name
         details = {"name": name, "snapshot": first.snapshot.number}
+    # A precision is recorded with the longest chain of conversions of the parts.
+    encoded_from: dict[str, tuple[str, ...]] = {}
+    for each in manifests:
+        for name, chain in each.encoded_from.items():
+            encoded_from[name] = max(encoded_from.get(name, ()), chain, key=len)
     with begin(out, kind, identity, on_event=on_event, is_new=True) as change:
         what = f"a copy of {counted(spec.rows, 'row')}"
         check_disk(change.layout, spec, what=what)
         rows_of_shards: dict[int, tuple[RowCopier, Ints]] = {}
         shards = spec.shard_numbers()
-        for index, row_ids, renumber in moves:
+        for (index, row_ids), start in zip(parts, starts, strict=True):
+            renumber = partial(renumbered, row_ids, start)
             copier = RowCopier(index, change.layout, spec, renumber)
             for of_shard in np.split(row_ids, range(size, len(row_ids), size)):
                 if len(of_shard):
@@ -267,10 +277,13 @@ def rewrite(
             spec,
             {"kind": kind, **details},
             copying(rows_of_shards, identity),
-            columns=tuple(columns),
+            columns=columns,
             settings=settings,
             model=first.model,
-            origins=[index for index, _ in parts],
+            encoded_from=encoded_from,
+            offset=read_offset(parts[0][0].place, spec),
+            ann=_ann_request(manifests),
+            copies=True,
             removed=frozenset[bytes]().union(*(index.removed for index, _ in parts)),
         )
         applied = apply(change, edit, on_event, should_stop)
@@ -291,6 +304,26 @@ def rewrite(
         copied_files=len(copied),
         copied_bytes=sum(entry.bytes for entry in copied),
     )
+
+
+def _ann_request(origins: Sequence[Manifest]) -> AnnRequest | None:
+    """Return the request for the nearest-neighbour index of copied rows. Return None if
+    none of the indexes from which they are copied has one.
+
+    The target recall is the highest among the origins. If all origins have the same
+    kind, the new index gets this kind. It gets the default kind for its own number of
+    rows if the kinds differ, or if each origin has the default kind for its number of
+    rows.
+
+    Args:
+        origins: manifests of the indexes from which the rows are copied.
+    """
+    requests = [AnnRequest.like(each) for each in origins if each.ann_files]
+    if not requests:
+        return None
+    kind, *others = {request.ann for request in requests}
+    recall = max(request.recall for request in requests)
+    return AnnRequest("auto" if others else kind, recall)
 
 
 def erasure(place: Place, index: CommittedIndex, edit: Edit) -> Edit:
@@ -351,35 +384,22 @@ def copying(
     Args:
         rows_of_shards: for each shard to write, its copier, and the ids of the rows to
             copy.
-        identity: see `ShardWork`.
+        identity: JSON object with everything that determines the written bytes.
     """
-
-    def copy(
-        task: CopyTask,
-        _: object,
-        should_stop: ShouldStop,
-    ) -> ShardReceipt:
-        copier, row_ids = rows_of_shards[task.shard]
-        return copier.copy(task.shard, row_ids, task.plan, should_stop)
-
-    def close() -> None:
-        for copier in {copier for copier, _ in rows_of_shards.values()}:
-            copier.close()
-
+    plan = fingerprint(identity)
     return ShardWork(
         "copying",
         list(rows_of_shards),
         sum(len(row_ids) for _, row_ids in rows_of_shards.values()),
-        identity,
-        CopyTask,
-        lambda: copy,
-        close=close,
+        plan,
+        lambda shard: CopyTask(shard, *rows_of_shards[shard], plan),
+        lambda: CopyWorker({copier for copier, _ in rows_of_shards.values()}),
     )
 
 
 @dataclass(frozen=True)
 class CopyTask:
-    """Task that copies rows to one shard.
+    """Task that copies the rows `row_ids` to one shard.
 
     Attributes:
         shard: number of the shard to write.
@@ -387,7 +407,26 @@ class CopyTask:
     """
 
     shard: int
+    copier: RowCopier
+    row_ids: Ints
     plan: str
+
+
+@dataclass(frozen=True)
+class CopyWorker:
+    """Worker that runs the tasks of `copiers`."""
+
+    copiers: Collection[RowCopier]
+
+    def __call__(
+        self, task: CopyTask, _: object, should_stop: ShouldStop
+    ) -> ShardReceipt:
+        return task.copier.copy(task.shard, task.row_ids, task.plan, should_stop)
+
+    def close(self) -> None:
+        """Close the files of the copied indexes."""
+        for copier in self.copiers:
+            copier.close()
 
 
 @name_missing_extra("search")

@@ -10,7 +10,6 @@ import json
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edje_index.bundles.info import BundleInfo
@@ -266,18 +265,15 @@ class Plan:
         return self.spec.used_segments[-1].first_row
 
     @property
-    def identity(self) -> Json:
-        """Everything that determines the stored bytes, as a JSON object."""
-        return {
-            "encoder": self.model["fingerprint"],
-            "settings": asdict(self.settings),
-            "inputs": self.inputs_digest,
-        }
-
-    @property
     def fingerprint(self) -> str:
-        """Fingerprint of the tasks that encode the rows."""
-        return fingerprint(self.identity)
+        """Fingerprint of everything that determines the stored bytes."""
+        return fingerprint(
+            {
+                "encoder": self.model["fingerprint"],
+                "settings": asdict(self.settings),
+                "inputs": self.inputs_digest,
+            }
+        )
 
     def to_json(self) -> Json:
         """Return this plan as a JSON object."""
@@ -306,7 +302,7 @@ def refuse_differences(
     stored_model: Mapping[str, Any],
     stored: BuildSettings,
     info: BundleInfo,
-    requested: BuildSettings,
+    values: Json,
 ) -> None:
     """Raise UsageError if the requested model and settings differ from those of the
     unfinished or finished index at `root`.
@@ -315,10 +311,11 @@ def refuse_differences(
         stored_model: description of the model of the index, see `model_record`.
         stored: settings of the index.
         info: description of the requested model bundle.
-        requested: requested settings.
+        values: requested settings: keyword arguments of `BuildSettings.choose`.
     """
+    requested = BuildSettings.choose(stored, **values)
     models = (stored_model, model_record(info))
-    values: dict[str, Sequence[Any]] = {
+    pairs: dict[str, Sequence[Any]] = {
         "model": [f"{each['vision']} ({each['fingerprint']})" for each in models],
         **{
             name: (each, getattr(requested, name))
@@ -326,7 +323,7 @@ def refuse_differences(
         },
     }
     differences = {}
-    for name, pair in values.items():
+    for name, pair in pairs.items():
         if pair[0] != pair[1]:
             left, right = (
                 ", ".join(each) if isinstance(each, tuple) else each for each in pair
@@ -497,6 +494,7 @@ Need = dict[str, int]
 """The required memory or disk space in bytes, by purpose."""
 
 _ANN = "nearest-neighbour index"
+_BUILD = "the build needs at least"
 # This factor adds 2 % for metadata files and for the overhead of the file system.
 _SLACK = 1.02
 # The files of a shard: tokens of one precision, checksums, embeddings, rows, and during
@@ -512,16 +510,6 @@ _PROCESS_BYTES = 600 * 2**20
 _BYTES_PER_VALUE = 8
 _CHANNELS = 3
 _FLOAT32_BYTES = 4
-
-
-class ResourcesError(UsageError):
-    """The disk or the memory is too small for the request."""
-
-
-def described(need: Need) -> str:
-    """Return a text with the total of a need, followed by its parts in parentheses."""
-    parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in need.items())
-    return f"{human_bytes(sum(need.values()))} ({parts})"
 
 
 @dataclass(frozen=True)
@@ -607,7 +595,8 @@ def choose_workers(
         worker_bytes = sum(workers_memory(1, settings, info).values())
         workers = max(1, min(max_workers, available_memory() // worker_bytes))
     need = workers_memory(workers, settings, info)
-    _check_memory(need, "use fewer workers or a smaller batch size", "workers")
+    advice = "; use fewer workers or a smaller batch size"
+    _check_free(need, available_memory(), _BUILD, "memory", advice, "workers")
     return replace(execution, workers=workers)
 
 
@@ -631,56 +620,44 @@ def workers_memory(
 
 
 def check_ann_memory(spec: IndexSpec) -> None:
-    """Raise ResourcesError if the memory is too small to build the nearest-neighbour
-    index for an index with the shape `spec`.
+    """Raise UsageError if the memory is too small to build the nearest-neighbour index
+    for an index with the shape `spec`.
     """
     kind = AnnKind.choose(spec.rows, spec.embed_dim)
     need = {_ANN: kind.build_bytes(spec.rows, spec.embed_dim)}
-    _check_memory(need, "split the sources over several indexes", "sources")
+    advice = "; split the sources over several indexes"
+    _check_free(need, available_memory(), _BUILD, "memory", advice, "sources")
 
 
 def check_disk(
     place: Place,
     spec: IndexSpec,
     what: str | None = None,
+    *,
+    only_tokens: bool = False,
+    parameter: str = "out",
 ) -> None:
-    """Raise ResourcesError if too little disk space is free at `place`. If the index is
-    on an object store, this machine needs room for temporary files: for the tokens of
-    one shard, and for all other files.
+    """Raise UsageError if too little disk space is free at `place`. If the index is on
+    an object store, this machine needs room for temporary files: for the tokens of one
+    shard, and for all other files.
 
     Args:
         spec: shape of the new index. For an append or an update, the shape of the new
             rows alone.
         what: subject of the message; None for the index of the inputs.
+        only_tokens: True if no other files are written.
+        parameter: see `EdjeError`.
     """
     need = disk_need(spec)
     if place.remote is not None:
         shard = replace(spec, rows=min(spec.rows, spec.shard_size), segments=())
         need["tokens"] = disk_need(shard)["tokens"]
-    check_free_disk(
-        place.root,
-        need,
-        what or f"the index of {counted(spec.rows, 'input')}",
-        parameter="out",
-    )
-
-
-def check_free_disk(
-    root: Path,
-    need: Need,
-    what: str,
-    *,
-    parameter: str | None = None,
-) -> None:
-    """Raise ResourcesError if less disk space than `need` is free at `root`. `what` is
-    the subject of the message, for example "the index of 6 inputs".
-    """
-    if sum(need.values()) > (free := free_disk(root)):
-        raise ResourcesError(
-            f"{what} needs {described(need)} of disk, but only {human_bytes(free)} are"
-            f" free at {root}; free some space, or use another disk",
-            parameter=parameter,
-        )
+    if only_tokens:
+        need = {"tokens": need["tokens"]}
+    what = what or f"the index of {counted(spec.rows, 'input')}"
+    advice = f" at {place.root}; free some space, or use another disk"
+    free = free_disk(place.root)
+    _check_free(need, free, f"{what} needs", "disk", advice, parameter)
 
 
 def disk_need(spec: IndexSpec) -> Need:
@@ -703,10 +680,17 @@ def disk_need(spec: IndexSpec) -> Need:
     return {name: int(size * _SLACK) for name, size in parts.items()}
 
 
-def _check_memory(need: Need, advice: str, parameter: str) -> None:
-    if sum(need.values()) > (free := available_memory()):
-        raise ResourcesError(
-            f"the build needs at least {described(need)} of memory, but only"
-            f" {human_bytes(free)} are free; {advice}",
+def _check_free(
+    need: Need, free: int, what: str, kind: str, advice: str, parameter: str
+) -> None:
+    """Raise UsageError if fewer than the bytes of `need` are free. The message begins
+    with `what` and ends with `advice`. `kind` is "disk" or "memory".
+    """
+    total = sum(need.values())
+    if total > free:
+        parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in need.items())
+        raise UsageError(
+            f"{what} {human_bytes(total)} ({parts}) of {kind}, but only"
+            f" {human_bytes(free)} are free{advice}",
             parameter=parameter,
         )

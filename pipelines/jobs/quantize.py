@@ -1,4 +1,6 @@
-"""The quantize job: adds and removes precisions of the tokens in a finished index."""
+"""Changes of the files of a finished index that leave its rows as they are: add and
+remove precisions of the tokens, and build the nearest-neighbour index.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from edje_index.indexing.faiss_build import AnnRequest
 from pipelines.engines.base import open_engine
 from pipelines.jobs.changing import Edit, ShardWork, apply, begin
-from pipelines.jobs.plan import check_free_disk, disk_need
+from pipelines.jobs.plan import check_disk
 from pipelines.progress.events import OnEvent, ShouldStop, ignore, never
 from pipelines.progress.wording import counted
 from storage_formats.arguments import as_list
 from storage_formats.codecs import codec, precisions
 from storage_formats.errors import UsageError
+from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import IndexSpec, OffsetBlock
 from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
-from storage_formats.format.places import Place
-from storage_formats.format.receipts import read_receipts
+from storage_formats.format.receipts import fingerprint
 from storage_formats.remote.urls import IndexLocation
 from storage_formats.threads import usable_cpus
 from storage_formats.writing.conversion import (
@@ -26,6 +29,8 @@ from storage_formats.writing.conversion import (
     choose_offset,
     convert_shard,
 )
+
+_DEFAULT = AnnRequest()
 
 
 @dataclass(frozen=True)
@@ -107,101 +112,90 @@ def quantize_index(
         )
     request = {"to": sorted(to), "drop": sorted(drop), "source": source}
     with begin(index, "quantize", request) as change:
-        before = change.index.spec.precisions
-        edit = conversion(change.layout, change.index, to, drop, source)
-        manifest = apply(change, edit, on_event, should_stop).manifest
-    after = manifest.spec.precisions
-    # All new precisions are converted from the same precision, which is the last
-    # precision of each chain.
-    read = next((chain[-1] for chain in edit.encoded_from.values()), None)
+        opened = change.index
+        manifest = opened.manifest
+        spec = manifest.spec
+        to = [codec(name).name for name in to]
+        drop = [codec(name).name for name in drop]
+        source = source and codec(source).name
+        if both := sorted({*to} & {*drop}):
+            raise UsageError(
+                f"{', '.join(both)} cannot be both added and dropped; name each"
+                " precision once",
+                parameter="drop",
+            )
+        added = tuple(name for name in dict.fromkeys(to) if name not in spec.precisions)
+        after = tuple(name for name in (*spec.precisions, *added) if name not in drop)
+        if not after:
+            raise UsageError(
+                f"dropping {', '.join(drop)} would leave {opened.root} without tokens;"
+                " keep at least one precision",
+                parameter="drop",
+            )
+        edit = Edit(with_precisions(spec, after))
+        read = None
+        if added:
+            read = precision_to_read(opened.root, manifest, source)
+            chain = (*manifest.encoded_from.get(read, ()), read)
+            lossy = max(chain, key=_rank)
+            for name in added if source is None else ():
+                if _rank(name) < _rank(lossy):
+                    raise UsageError(
+                        f"'{name}' would be larger but not more accurate, because all"
+                        f" tokens in {opened.root} have the errors of '{lossy}'. Build"
+                        f" the index again with '{name}', or set the source to"
+                        f" '{read}' to convert anyway",
+                        parameter="source",
+                    )
+            _refuse_other_files(opened, added, chain)
+            offset, block = choose_offset(opened, read, added)
+            target = with_precisions(spec, after, block)
+            identity = {
+                "kind": "quantize",
+                "spec": asdict(spec),
+                "offset": None if target.offset is None else asdict(target.offset),
+                "source": read,
+                "targets": sorted(added),
+                "tables": [table.to_json() for table in manifest.shard_tables],
+            }
+            plan = fingerprint(identity)
+            shards = list(spec.shard_numbers())
+            left = {*shards} - {*change.receipts(shards, plan)}
+            if rows := sum(len(spec.shard_rows(shard)) for shard in left):
+                written = replace(spec, rows=rows, segments=(), precisions=added)
+                what = f"converting {counted(len(left), 'shard')} to {', '.join(added)}"
+                check_disk(
+                    change.layout, written, what, only_tokens=True, parameter="to"
+                )
+            work = ShardWork(
+                "converting",
+                shards,
+                spec.used_rows,
+                plan,
+                make_task=lambda shard: ConversionTask(
+                    str(opened.location), shard, target, chain[-1], added, plan
+                ),
+                make_worker=lambda: convert_shard,
+                engine=open_engine("inline", usable_cpus()),
+            )
+            edit = Edit(
+                target,
+                work=work,
+                offset=offset,
+                encoded_from=dict.fromkeys(added, chain),
+            )
+        apply(change, edit, on_event, should_stop)
     return QuantizeResult(
         source=read,
-        added=tuple(name for name in after if name not in before),
-        dropped=tuple(name for name in before if name not in after),
+        added=added,
+        dropped=tuple(name for name in spec.precisions if name not in after),
         precisions=after,
-        rows=manifest.spec.used_rows,
-        shards=manifest.spec.used_shards,
-        bytes_per_image={name: _record_bytes(manifest.spec, name) for name in after},
-        seconds=time.monotonic() - started,
-    )
-
-
-def conversion(
-    place: Place,
-    index: CommittedIndex,
-    to: Sequence[str],
-    drop: Sequence[str],
-    source: str | None,
-) -> Edit:
-    """Return the edit that adds and removes precisions. See `quantize_index`."""
-    manifest = index.manifest
-    spec = manifest.spec
-    to = [codec(name).name for name in to]
-    drop = [codec(name).name for name in drop]
-    source = source and codec(source).name
-    if both := sorted({*to} & {*drop}):
-        raise UsageError(
-            f"{', '.join(both)} cannot be both added and dropped; name each"
-            " precision once",
-            parameter="drop",
-        )
-    missing = tuple(name for name in dict.fromkeys(to) if name not in spec.precisions)
-    after = tuple(name for name in (*spec.precisions, *missing) if name not in drop)
-    if not after:
-        raise UsageError(
-            f"dropping {', '.join(drop)} would leave {index.root} without tokens; keep"
-            " at least one precision",
-            parameter="drop",
-        )
-    if not missing:
-        return Edit(with_precisions(spec, after))
-    read = precision_to_read(index.root, manifest, source)
-    lossy = _least_accurate(manifest, read)
-    for name in missing if source is None else ():
-        if _rank(name) < _rank(lossy):
-            raise UsageError(
-                f"'{name}' would be larger but not more accurate, because all"
-                f" tokens in {index.root} have the errors of '{lossy}'. Build the"
-                f" index again with '{name}', or set the source to '{read}' to"
-                " convert anyway",
-                parameter="source",
-            )
-    chain = (*manifest.encoded_from.get(read, ()), read)
-    _refuse_other_files(index, missing, chain)
-    offset, block = choose_offset(index, read, missing)
-    target = with_precisions(spec, after, block)
-    work = ShardWork(
-        "converting",
-        list(spec.shard_numbers()),
-        spec.used_rows,
-        {
-            "kind": "quantize",
-            "spec": asdict(spec),
-            "offset": None if target.offset is None else asdict(target.offset),
-            "source": read,
-            "targets": sorted(missing),
-            "tables": [table.to_json() for table in manifest.shard_tables],
+        rows=spec.used_rows,
+        shards=spec.used_shards,
+        bytes_per_image={
+            name: codec(name, spec.block_shape).record_bytes for name in after
         },
-        make_task=lambda shard, fingerprint: ConversionTask(
-            str(index.location), shard, target, read, missing, fingerprint
-        ),
-        make_worker=lambda: convert_shard,
-        engine=open_engine("inline", usable_cpus()),
-    )
-    finished = read_receipts(place, work.shards, work.fingerprint)
-    left = {*work.shards} - {*finished}
-    # An object store gets the files of one shard after another.
-    on_disk = sorted(left)[:1] if place.remote else left
-    if rows := sum(len(spec.shard_rows(shard)) for shard in on_disk):
-        written = replace(spec, rows=rows, segments=(), precisions=missing)
-        need = {"tokens": disk_need(written)["tokens"]}
-        what = f"converting {counted(len(left), 'shard')} to {', '.join(missing)}"
-        check_free_disk(place.root, need, what, parameter="to")
-    return Edit(
-        target,
-        work=work,
-        offset=offset,
-        encoded_from=dict.fromkeys(missing, chain),
+        seconds=time.monotonic() - started,
     )
 
 
@@ -296,5 +290,34 @@ def _rank(name: str) -> int:
     return names.index(name) if name in names else len(names)
 
 
-def _record_bytes(spec: IndexSpec, name: str) -> int:
-    return codec(name, spec.block_shape).record_bytes
+def add_ann(
+    root: IndexLocation,
+    request: AnnRequest = _DEFAULT,
+    *,
+    on_event: OnEvent = ignore,
+    should_stop: ShouldStop = never,
+) -> Manifest:
+    """Build the nearest-neighbour index of the finished index at `root`, and commit the
+    result. Return the new manifest.
+
+    Args:
+        root: directory or URL of the index.
+        request: kind and recall of the nearest-neighbour index. The default is the kind
+            that suits the number of rows.
+        on_event: as in `build_index`.
+        should_stop: as in `build_index`.
+
+    Examples:
+        >>> from edje_index import add_ann
+        >>> add_ann("pages.edje").ann["kind"]
+        'flat'
+
+    Raises:
+        UsageError, IncompleteIndexError, CorruptIndexError: as for `Manifest.load`.
+        UsageError: `request` is invalid.
+        JobStopped: `should_stop()` returned True. The index has not changed.
+        MissingExtraError: FAISS is not installed.
+    """
+    with name_missing_extra("search"), begin(root, "ann build") as change:
+        edit = Edit(change.index.spec, ann=request)
+        return apply(change, edit, on_event, should_stop).manifest

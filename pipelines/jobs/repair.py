@@ -17,8 +17,7 @@ import numpy as np
 from edje_index.bundles.info import matching_bundle, read_bundle_offset
 from edje_index.errors import ModelError
 from edje_index.indexing.faiss_build import AnnRequest
-from pipelines.jobs.ann import new_ann
-from pipelines.jobs.changing import Edit, apply
+from pipelines.jobs.changing import Edit, apply, new_ann
 from pipelines.jobs.plan import settings_of
 from pipelines.progress.events import (
     JobStopped,
@@ -173,7 +172,7 @@ def repair_index(
         }
         for done, (shard, entries) in enumerate(shards.items()):
             on_event(Progress("repairing", done, len(shards)))
-            encoder = ShardEncoder(opened, shard, open_encoder, on_event, should_stop)
+            encoder = ShardEncoder(opened, shard, open_encoder, on_event)
             repair = ShardRepair(opened, shard, entries, differing, encoder.encode)
             with files_here(opened, entries.values()):
                 repaired += repair.run()
@@ -263,8 +262,8 @@ class ShardEncoder:
     _index: CommittedIndex
     _shard: int
     _open_encoder: Callable[[], ImageEncoder]
+    # A job that is asked to stop raises JobStopped at each of its events.
     _on_event: OnEvent
-    _should_stop: ShouldStop
     # Positions in the shard of all rows that were asked for
     _needed: set[int] = field(default_factory=set)
     # Reasons why single rows cannot be encoded again, by position
@@ -295,8 +294,6 @@ class ShardEncoder:
                     continue
                 text = f"encoding rows of shard {self._shard} again from their sources"
                 self._on_event(StatusMessage(text))
-                if self._should_stop():
-                    raise JobStopped("stopped")
                 rows, encoded = encode_inputs(
                     [inputs[at] for at in batch],
                     self._open_encoder(),

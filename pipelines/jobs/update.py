@@ -31,7 +31,7 @@ from edje_index.bundles.info import (
     BundleInfo,
     matching_bundle,
 )
-from edje_index.inputs.refs import InputRef, display_path, rows_digest
+from edje_index.inputs.refs import InputRef, display_path
 from edje_index.inputs.tables import STANDARD_INPUT
 from pipelines.jobs.build import (
     BuildResult,
@@ -302,6 +302,23 @@ def update_index(
             retry_failed=retry_failed,
             restore=restore,
         )
+
+        def check_lost(receipts: Sequence[ShardReceipt]) -> None:
+            # This protects an index whose images are on a server that answers every
+            # request with the same error page: the images then seem changed, but none
+            # can be decoded.
+            lost = changes.replaced - sum(each.indexed for each in receipts)
+            failed = any(each.failed for each in receipts)
+            rows = manifest.counts.inputs - manifest.snapshot.deleted_rows
+            if failed and lost > max_vanished * rows + 1e-6:
+                change.abandon()
+                raise FailedInputsError(
+                    f"{counted(lost, 'row')} would be deleted, and inputs of the"
+                    " sources cannot be decoded any more; check the sources, or raise"
+                    " the share of rows that may vanish. The index is unchanged",
+                    parameter="max_vanished",
+                )
+
         work = None
         if changes.rows and not dry_run:
             settings, info, execution = _encoder(
@@ -315,9 +332,7 @@ def update_index(
                 settings,
                 info,
             )
-            work = encoding(change, plan, execution, on_event, needs_one=False)
-            rows = manifest.counts.inputs - manifest.snapshot.deleted_rows
-            work = _with_lost(work, change, changes.replaced, max_vanished * rows)
+            work = encoding(change, plan, execution, on_event, check_lost)
         elif change.plan is not None:
             change.start_again()
         columns = manifest.columns if plan is None else plan.columns
@@ -501,10 +516,9 @@ def add_images(
             change.index, SourceGroup(()), model, Execution("inline", max_failed=1.0)
         )
         plan = _plan_rows(change, refs, 0, ignored, settings, info)
-        work = encoding(change, plan, execution, on_event, needs_one=False)
 
-        def check(receipts: Sequence[ShardReceipt]) -> None:
-            for row in failed_rows(change.layout, receipts[-1:]):
+        def check_all(receipts: Sequence[ShardReceipt]) -> None:
+            for row in failed_rows(change.layout, receipts):
                 raise UsageError(
                     f"the image of {row['uri']} cannot be indexed: {row['reason']}"
                     f" ({row['detail']}); nothing was added",
@@ -516,7 +530,7 @@ def add_images(
         for table in iter_rows(change.index, ["row_id", "uri"]):
             deleted += table.filter(pc.is_in(table["uri"], names)).to_pylist()
         row_ids = [row["row_id"] for row in deleted]
-        work = replace(work, check=check)
+        work = encoding(change, plan, execution, on_event, check_all)
         edit = _new_rows(change, plan, work, None, row_ids, model)
         applied = apply(change, edit, on_event, never)
     changed = len({row["uri"] for row in deleted})
@@ -561,32 +575,6 @@ def _cover(groups: Iterable[SourceGroup], group: SourceGroup) -> bool:
     return all(f"{source}/".startswith(prefixes) for source in group.sources)
 
 
-def _with_lost(
-    work: ShardWork, change: Change, replaced: int, allowed: float
-) -> ShardWork:
-    """Return `work` with a further check: raise an error after the last shard if inputs
-    failed, and more than `allowed` of the `replaced` rows get no new row with tokens.
-
-    This protects an index whose images are on a server that answers every request with
-    the same error page: the images then seem changed, but none can be decoded.
-    """
-
-    def check(receipts: Sequence[ShardReceipt]) -> None:
-        work.check(receipts)
-        lost = replaced - sum(each.indexed for each in receipts)
-        failed = any(each.failed for each in receipts)
-        if len(receipts) == len(work.shards) and failed and lost > allowed + 1e-6:
-            change.abandon()
-            raise FailedInputsError(
-                f"{counted(lost, 'row')} would be deleted, and inputs of the sources"
-                " cannot be decoded any more; check the sources, or raise the share of"
-                " rows that may vanish. The index is unchanged",
-                parameter="max_vanished",
-            )
-
-    return replace(work, check=check)
-
-
 def _encoder(
     index: CommittedIndex,
     group: SourceGroup,
@@ -623,12 +611,13 @@ def _plan_rows(
     If an earlier run of `change` stored the same plan, the shards that it finished are
     used. If that run stored another plan, the files of that run are removed.
     """
-    # The plan differs if captions have changed since an earlier run.
-    digest = hashlib.sha256(rows_digest(refs).encode())
+    digest = hashlib.sha256()
     rows = 0
     for ref in refs:
         rows += 1
-        digest.update(_metadata_hash(ref.metadata or {}))
+        # The plan differs if captions have changed since an earlier run.
+        values = (ref.duplicate_of, ref.problem, metadata_text(ref.metadata or {}))
+        digest.update(f"{(*ref.location, *values)}\n".encode())
     manifest = change.index.manifest
     spec = manifest.spec
     check_disk(change.layout, replace(spec, rows=rows, segments=()))

@@ -18,7 +18,7 @@ import pytest
 from edje_index.bundles.info import read_bundle_info
 from edje_index.errors import ModelError
 from pipelines import delete_rows
-from pipelines.jobs.ann import add_ann
+from pipelines.jobs.quantize import add_ann
 from pipelines.jobs.snapshots import remove_snapshots
 from storage_formats import CorruptIndexError, TokenStore
 from storage_formats.format.file_check import FileEntry

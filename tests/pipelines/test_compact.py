@@ -19,8 +19,8 @@ from pipelines import (
     quantize_index,
     repair_index,
 )
-from pipelines.jobs.ann import add_ann
 from pipelines.jobs.copy import compact_path
+from pipelines.jobs.quantize import add_ann
 from pipelines.jobs.snapshots import history, set_columns
 from storage_formats import (
     CorruptIndexError,

@@ -12,7 +12,7 @@ import pytest
 
 from edje_index.indexing.faiss_build import AnnRequest
 from pipelines import JobStopped, delete_rows, merge_indexes
-from pipelines.jobs.ann import add_ann
+from pipelines.jobs.quantize import add_ann
 from storage_formats import (
     IncompleteIndexError,
     IndexSpec,

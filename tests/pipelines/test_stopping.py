@@ -12,7 +12,7 @@ import time
 import pytest
 
 from pipelines import delete_rows
-from pipelines.jobs.ann import add_ann
+from pipelines.jobs.quantize import add_ann
 from pipelines.progress.events import stop_on_signals
 from storage_formats import IndexSpec, Manifest, TokenStore, verify_index
 from storage_formats.format.layout import Layout

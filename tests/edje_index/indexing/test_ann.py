@@ -10,7 +10,7 @@ import pytest
 from edje_index.indexing import faiss_index
 from edje_index.indexing.faiss_build import AnnRequest, build_ann, recall_queries
 from edje_index.indexing.faiss_index import AnnIndex, AnnKind, rebuild_reasons
-from pipelines.jobs.ann import add_ann
+from pipelines.jobs.quantize import add_ann
 from storage_formats import Manifest, UsageError
 from storage_formats.format.layout import IndexSpec, Segment
 from storage_formats.format.manifest import CommittedIndex

@@ -9,7 +9,7 @@ from edje_index.errors import ModelError
 from edje_index.indexing.faiss_build import AnnRequest, build_ann
 from edje_index.indexing.faiss_file import FaissFileError, check_faiss_file
 from edje_index.indexing.faiss_index import AnnIndex
-from pipelines.jobs.ann import add_ann
+from pipelines.jobs.quantize import add_ann
 from storage_formats import CorruptIndexError, Manifest
 from storage_formats.format.file_check import FileEntry
 from storage_formats.format.layout import IndexSpec

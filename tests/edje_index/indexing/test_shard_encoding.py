@@ -109,7 +109,7 @@ def encode_shard(task, encoder, should_stop=lambda: False):
     positions = batches_in_memory(task.batch_size) * task.batch_size
     with contextlib.closing(Threads(2, preparation, positions)) as threads:
         return shard_encoding.encode_shard(
-            task, encoder, threads, should_stop=should_stop
+            task, encoder, threads, lambda _: None, should_stop
         )
 
 

@@ -15,7 +15,7 @@ from edje_index.indexing.faiss_build import AnnRequest
 from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.search.rows import FilterTimeoutError, IndexRows
 from pipelines import delete_rows
-from pipelines.jobs.ann import add_ann
+from pipelines.jobs.quantize import add_ann
 from storage_formats import IndexWriter, UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import read_rows

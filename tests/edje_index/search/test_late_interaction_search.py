@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from edje_index.search.late_interaction_search import LateInteractionSearch, max_sim
-from pipelines.jobs.ann import add_ann
+from pipelines.jobs.quantize import add_ann
 from storage_formats import IndexWriter, TokenStore
 from storage_formats.codecs import kernels
 from storage_formats.errors import UsageError
