@@ -230,16 +230,11 @@ class JointScorer:
         """Return the mean of the last hidden states of each row, float32 [b, d].
         Rows must not contain image tokens.
         """
-        bert = self._exact_bert
-        words = functional.embedding(
-            inputs.input_ids.to(self.device), self.word_vectors
+        return self._exact_bert.sentence_vectors(
+            inputs.input_ids.to(self.device),
+            inputs.token_type_ids.to(self.device),
+            inputs.attention_mask.to(self.device).bool(),
         )
-        counted = inputs.attention_mask.to(self.device)
-        mask = None if bool(inputs.attention_mask.all()) else counted.bool()
-        embedded = bert.embed(words, inputs.token_type_ids.to(self.device))
-        hidden = bert.hidden_states(embedded, mask)
-        counted = counted[:, :, None]
-        return (hidden * counted).sum(dim=1) / counted.sum(dim=1)
 
     @cached_property
     def _exact_bert(self) -> Bert:

@@ -226,12 +226,8 @@ class BertTextTower(TextEncoder):
             encoded = self._tokenizer.encode_batch(list(map(self._clean, texts)))
         ids = torch.tensor([each.ids for each in encoded])
         ids = ids.to(self._bert.words.device)
-        mask = ids != self._pad
-        embedded = self._bert.embed(
-            functional.embedding(ids, self._bert.words), torch.zeros_like(ids)
-        )
-        hidden = self._bert.hidden_states(embedded, None if bool(mask.all()) else mask)
-        pooled = (hidden * mask[:, :, None]).sum(dim=1) / mask.sum(dim=1, keepdim=True)
+        types = torch.zeros_like(ids)
+        pooled = self._bert.sentence_vectors(ids, types, ids != self._pad)
         inner, outer = self._projection
         pooled = functional.gelu(functional.linear(pooled, inner))
         return functional.normalize(functional.linear(pooled, outer), dim=-1)
