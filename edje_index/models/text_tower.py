@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +287,7 @@ def load_bert_text_tower(
     tensors = read_weights(path, prefix="text.")
     weights = BertWeights(tensors, "transformer.", source=str(path), device=device)
     bert = Bert(bert_config, weights, source=str(source))
-    head = BertWeights(tensors, "proj.", source=str(path), device=device)
+    head = replace(weights, prefix="proj.")
     inner = (bert.width + config.embed_dim) // 2
     projection = (
         head.take("0.weight", inner, bert.width),
