@@ -378,19 +378,10 @@ class Scorer:
     ) -> torch.Tensor:
         """Return the inner product of the pooled vectors of each caption and its image.
         The vectors have length 1, so this is their cosine similarity.
-        """
-        caption_vectors = self.caption_vectors(captions)
-        pooled = images.pooled.to(caption_vectors.device)
-        return (pooled * caption_vectors).sum(dim=1)
 
-    @inference()
-    def caption_vectors(self, captions: Sequence[str]) -> torch.Tensor:
-        """Return the pooled vectors of `captions`, which are unit vectors, float32
-        [b, k], on the device of the joint encoder. A caption that occurs several times
-        is encoded once.
+        A caption that occurs several times is encoded once.
         """
-        if self.pooled is None:
-            raise ModelError("this model bundle has no pooled similarity")
+        assert self.pooled is not None
         distinct, position = np.unique(np.asarray(captions), return_inverse=True)
         tokenizer = self.joint.tokenizer
         vectors = []
@@ -400,7 +391,8 @@ class Scorer:
             vectors.append(
                 self.pooled.captions(tokenizer.caption_ids(batch), sentences)
             )
-        return torch.cat(vectors)[torch.from_numpy(position)]
+        of_captions = torch.cat(vectors)[torch.from_numpy(position)]
+        return (images.pooled.to(of_captions.device) * of_captions).sum(dim=1)
 
 
 def reads_tokens(parts: Iterable[str]) -> bool:
