@@ -189,28 +189,23 @@ class DeviceFetcher:
             out_indices = torch.from_numpy(order).to(self.device)
             for number, start in enumerate(range(0, len(ids), self._rows)):
                 turn = number % 2
-                part = slice(start, start + self._rows)
+                rows = order[start : start + self._rows]
                 # the previous copy from the same host buffer must be finished
                 if self._copied:
                     self._copied[turn].synchronize()
-                host = self._host_buffer(turn, len(order[part]))
-                self._store.fetch_records(ids[order[part]], out=host.numpy())
+                if len(self._buffers[turn]) < len(rows):
+                    self._buffers[turn] = torch.empty(
+                        (len(rows), self._store.record_bytes),
+                        dtype=torch.uint8,
+                        pin_memory=self.device.type == "cuda",
+                    )
+                host = self._buffers[turn][: len(rows)]
+                self._store.fetch_records(ids[rows], out=host.numpy())
                 records = host.to(self.device, non_blocking=True)
                 if self._copied:
                     self._copied[turn].record(self._stream)
-                out[out_indices[part]] = decode_records_torch(
+                positions = out_indices[start : start + self._rows]
+                out[positions] = decode_records_torch(
                     self._store.precision, records, self._store.block_shape, offset
                 )
         return out
-
-    def _host_buffer(self, turn: int, rows: int) -> torch.Tensor:
-        """Return the first `rows` records of the host buffer with the index `turn`. If
-        the buffer is too small, allocate a larger buffer.
-        """
-        if len(self._buffers[turn]) < rows:
-            self._buffers[turn] = torch.empty(
-                (rows, self._store.record_bytes),
-                dtype=torch.uint8,
-                pin_memory=self.device.type == "cuda",
-            )
-        return self._buffers[turn][:rows]

@@ -216,6 +216,18 @@ class Bert:
             states = layer(*states, mask)
         return self._layers[-1](*states, mask, outputs)[0]
 
+    def sentence_vectors(self, ids: Tensor, types: Tensor, mask: Tensor) -> Tensor:
+        """Return the mean of the last hidden states of each row, float32 [b, d].
+
+        Args:
+            ids: token ids, int64 [b, t].
+            types: token type of each token, int64 [b, t].
+            mask: False for padding, bool [b, t].
+        """
+        embedded = self.embed(functional.embedding(ids, self.words), types)
+        hidden = self.hidden_states(embedded, None if bool(mask.all()) else mask)
+        return (hidden * mask[:, :, None]).sum(dim=1) / mask.sum(dim=1, keepdim=True)
+
 
 class _Layer:
     """One layer of a BERT model. Except in the last layer, queries, keys and values are

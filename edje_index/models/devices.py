@@ -189,18 +189,6 @@ def fused_on_cuda(
     return decorate
 
 
-@contextlib.contextmanager
-def threads_kept() -> Iterator[None]:
-    """Context manager that restores torch's number of CPU threads on exit."""
-    # An image encoder changes the number of threads, which changes the rounding of
-    # floating-point sums.
-    threads = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def to_bf16_array(tensor: Tensor) -> Array:
     """Return ``tensor`` as an ``ml_dtypes.bfloat16`` array, rounded to nearest,
     ties to even.

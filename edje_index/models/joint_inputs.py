@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -43,8 +43,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 SPECIAL_TOKEN_NAMES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 
 
-@dataclass(frozen=True)
-class JointInputs:
+class JointInputs(NamedTuple):
     """b input rows of the joint encoder. All fields are int64 [b, t]. Shorter rows
     are padded to t tokens.
     """

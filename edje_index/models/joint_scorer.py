@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -25,7 +25,7 @@ from edje_index.models.joint_inputs import (
     JointInputs,
     JointTokenizer,
 )
-from storage_formats.arrays import Array
+from storage_formats.arrays import Array, Ints
 from storage_formats.atomic import Json
 
 # pairs per batch on a GPU
@@ -72,9 +72,7 @@ class JointScorer:
         self._make_bert = partial(Bert, config, weights, source=source)
         self._bert = self._make_bert(dtype=dtype)
         tokenizer.check_fits(len(self._bert.words))
-        head = BertWeights(
-            tensors, "classification_head.", source=source, device=self.device
-        )
+        head = replace(weights, prefix="classification_head.")
         self._pooler = head.linear(["0.dense"], self.width, self.width)
         self._head = head.linear(["1"], 1, self.width)
         # Most programs score few captions, so most shapes of inputs occur only once. A
@@ -149,7 +147,7 @@ class JointScorer:
         result[pairs] = torch.cat(logits).cpu()
         return result
 
-    def _batches(self, lengths: NDArray[np.int64]) -> Iterator[slice]:
+    def _batches(self, lengths: Ints) -> Iterator[slice]:
         """Yield batches of captions as slices. The captions must be sorted by length,
         so that `lengths` ascends.
         """
@@ -230,16 +228,11 @@ class JointScorer:
         """Return the mean of the last hidden states of each row, float32 [b, d].
         Rows must not contain image tokens.
         """
-        bert = self._exact_bert
-        words = functional.embedding(
-            inputs.input_ids.to(self.device), self.word_vectors
+        return self._exact_bert.sentence_vectors(
+            inputs.input_ids.to(self.device),
+            inputs.token_type_ids.to(self.device),
+            inputs.attention_mask.to(self.device).bool(),
         )
-        counted = inputs.attention_mask.to(self.device)
-        mask = None if bool(inputs.attention_mask.all()) else counted.bool()
-        embedded = bert.embed(words, inputs.token_type_ids.to(self.device))
-        hidden = bert.hidden_states(embedded, mask)
-        counted = counted[:, :, None]
-        return (hidden * counted).sum(dim=1) / counted.sum(dim=1)
 
     @cached_property
     def _exact_bert(self) -> Bert:

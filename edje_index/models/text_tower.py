@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -226,12 +226,8 @@ class BertTextTower(TextEncoder):
             encoded = self._tokenizer.encode_batch(list(map(self._clean, texts)))
         ids = torch.tensor([each.ids for each in encoded])
         ids = ids.to(self._bert.words.device)
-        mask = ids != self._pad
-        embedded = self._bert.embed(
-            functional.embedding(ids, self._bert.words), torch.zeros_like(ids)
-        )
-        hidden = self._bert.hidden_states(embedded, None if bool(mask.all()) else mask)
-        pooled = (hidden * mask[:, :, None]).sum(dim=1) / mask.sum(dim=1, keepdim=True)
+        types = torch.zeros_like(ids)
+        pooled = self._bert.sentence_vectors(ids, types, ids != self._pad)
         inner, outer = self._projection
         pooled = functional.gelu(functional.linear(pooled, inner))
         return functional.normalize(functional.linear(pooled, outer), dim=-1)
@@ -291,7 +287,7 @@ def load_bert_text_tower(
     tensors = read_weights(path, prefix="text.")
     weights = BertWeights(tensors, "transformer.", source=str(path), device=device)
     bert = Bert(bert_config, weights, source=str(source))
-    head = BertWeights(tensors, "proj.", source=str(path), device=device)
+    head = replace(weights, prefix="proj.")
     inner = (bert.width + config.embed_dim) // 2
     projection = (
         head.take("0.weight", inner, bert.width),

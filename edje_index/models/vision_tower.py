@@ -30,9 +30,6 @@ from open_clip.transformer import (  # noqa: E402
     VisionTransformer,
 )
 
-# Patch features [b, n, d], embedding [b, e], attention that each patch receives [b, n].
-FeaturesAndAttention = tuple[Tensor, Tensor, Tensor]
-
 
 class VisionTower(nn.Module, ABC):
     """A frozen vision transformer. :func:`vision_tower` makes one from the image tower
@@ -80,13 +77,35 @@ class VisionTower(nn.Module, ABC):
         ``pixels`` has the shape [b, 3, height, width].
         """
 
-    @abstractmethod
-    def encode_with_attention(self, pixels: Tensor) -> FeaturesAndAttention:
+    def encode_with_attention(self, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the results of ``encode``, and the attention that each patch
         receives [b, n].
 
         The attention that a patch receives is the mean of its softmax weights in the
         last layer, over all heads and over all queries, including the class token.
+
+        Raises:
+            ModelError: the last layer has another kind of attention.
+        """
+        normalized: list[Tensor] = []
+        handle = self._last_norm().register_forward_hook(
+            lambda _module, _inputs, output: normalized.append(output)
+        )
+        try:
+            patches, embeddings = self.encode(pixels)
+        finally:
+            handle.remove()
+        received = received_attention(*self._queries_and_keys(normalized[0]))
+        return patches, embeddings, received[:, -self.num_patches :]
+
+    @abstractmethod
+    def _last_norm(self) -> nn.Module:
+        """Return the layer norm before the attention of the last layer."""
+
+    @abstractmethod
+    def _queries_and_keys(self, normalized: Tensor) -> tuple[Tensor, Tensor, float]:
+        """Return the queries, keys and scale of the last layer, as arguments of
+        `received_attention`. `normalized` [b, t, d] is the output of `_last_norm`.
         """
 
 
@@ -108,12 +127,13 @@ class TimmTower(VisionTower):
         self.layer_norm_eps = float(getattr(trunk.norm, "eps", 1e-6))
 
     def encode(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.visual.trunk.forward_features(pixels)
-        return hidden[:, self.prefix :], self._pool(hidden)
-
-    def encode_with_attention(self, pixels: Tensor) -> FeaturesAndAttention:
         trunk = self.visual.trunk
-        block = trunk.blocks[-1]
+        hidden = trunk.forward_features(pixels)
+        embedding = self.visual.head(trunk.forward_head(hidden)).float()
+        return hidden[:, self.prefix :], functional.normalize(embedding, dim=-1)
+
+    def _last_norm(self) -> nn.Module:
+        trunk = self.visual.trunk
         attention = trunk.blocks[-1].attn
         is_rotary = getattr(trunk, "rope", None) is not None
         if (
@@ -125,26 +145,13 @@ class TimmTower(VisionTower):
                 "a pruned adapter does not support the vision tower"
                 f" {type(trunk).__name__}: choose another adapter"
             )
-        last_inputs: list[Tensor] = []
-        handle = block.register_forward_pre_hook(
-            lambda _, args: last_inputs.append(args[0])
-        )
-        try:
-            hidden = trunk.forward_features(pixels)
-        finally:
-            handle.remove()
-        q, k = _queries_and_keys(
-            attention.qkv(block.norm1(last_inputs[0])), attention.num_heads
-        )
-        received = received_attention(
-            attention.q_norm(q), attention.k_norm(k), attention.scale
-        )
-        return hidden[:, self.prefix :], self._pool(hidden), received[:, self.prefix :]
+        norm: nn.Module = trunk.blocks[-1].norm1
+        return norm
 
-    def _pool(self, hidden: Tensor) -> Tensor:
-        return functional.normalize(
-            self.visual.head(self.visual.trunk.forward_head(hidden)).float(), dim=-1
-        )
+    def _queries_and_keys(self, normalized: Tensor) -> tuple[Tensor, Tensor, float]:
+        attention = self.visual.trunk.blocks[-1].attn
+        q, k = _split(attention.qkv(normalized), attention.num_heads)
+        return attention.q_norm(q), attention.k_norm(k), attention.scale
 
 
 class ClipTower(VisionTower):
@@ -165,42 +172,29 @@ class ClipTower(VisionTower):
         self._penultimate = len(blocks) - 2
 
     def encode(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        patches, _, embedding = self._forward(pixels)
-        return patches, embedding
+        output = self.visual.forward_intermediates(
+            pixels, indices=[self._penultimate], output_fmt="NLC"
+        )
+        embedding = functional.normalize(output["image_features"].float(), dim=-1)
+        return output["image_intermediates"][0], embedding
 
-    def encode_with_attention(self, pixels: Tensor) -> FeaturesAndAttention:
+    def _last_norm(self) -> nn.Module:
         block = self.visual.transformer.resblocks[-1]
         if not isinstance(block, ResidualAttentionBlock):
             raise ModelError(
                 "a pruned adapter does not support a vision tower with layers of type "
                 f"{type(block).__name__}: choose another adapter"
             )
-        patches, prefix, embedding = self._forward(pixels)
-        attention = block.attn
-        hidden = block.ln_1(torch.cat([prefix, patches], dim=1))
-        qkv = functional.linear(
-            hidden, attention.in_proj_weight, attention.in_proj_bias
-        )
-        q, k = _queries_and_keys(qkv, attention.num_heads)
-        received = received_attention(q, k, attention.head_dim**-0.5)
-        return patches, embedding, received[:, prefix.shape[1] :]
+        norm: nn.Module = block.ln_1
+        return norm
 
-    def _forward(self, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return patch features [b, n, d], class token [b, 1, d] and L2-normalised
-        embedding [b, e].
-        """
-        output = self.visual.forward_intermediates(
-            pixels,
-            indices=[self._penultimate],
-            output_fmt="NLC",
-            output_extra_tokens=True,
+    def _queries_and_keys(self, normalized: Tensor) -> tuple[Tensor, Tensor, float]:
+        attention = self.visual.transformer.resblocks[-1].attn
+        qkv = functional.linear(
+            normalized, attention.in_proj_weight, attention.in_proj_bias
         )
-        embedding = functional.normalize(output["image_features"].float(), dim=-1)
-        return (
-            output["image_intermediates"][0],
-            output["image_intermediates_prefix"][0],
-            embedding,
-        )
+        q, k = _split(qkv, attention.num_heads)
+        return q, k, attention.head_dim**-0.5
 
 
 def vision_tower(visual: Any, embed_dim: int) -> VisionTower:
@@ -237,7 +231,7 @@ def received_attention(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return total / heads
 
 
-def _queries_and_keys(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+def _split(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Split the joint projection `qkv` [b, t, 3 h c]. Return queries and keys, [b,
     h, t, c] each.
     """

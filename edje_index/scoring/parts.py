@@ -23,11 +23,9 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
@@ -42,9 +40,7 @@ from edje_index.scoring.weights import (
     PART_NAMES,
     POOLED,
 )
-
-Array = np.ndarray[Any, np.dtype[Any]]
-Floats = NDArray[np.float32]
+from storage_formats.arrays import Array, Bools, Floats, Ints
 
 # Common English function words. They name nothing that an image can show, so late
 # interaction ignores them.
@@ -67,9 +63,9 @@ def late_interaction(
     captions: Sequence[Sequence[int]],
     tokens: torch.Tensor,
     words: torch.Tensor,
-    content: NDArray[np.bool_],
+    content: Bools,
     *,
-    mean: torch.Tensor | None = None,
+    mean: torch.Tensor,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the part ``late`` of b pairs, float32 [b], between -1 and 1:
@@ -84,8 +80,7 @@ def late_interaction(
         tokens: image tokens of each pair [b, m, d].
         words: word vectors of the vocabulary of v token ids [v, d].
         content: which token ids are content words, bool [v]. See `content_token_mask`.
-        mean: vector that is subtracted from words and tokens [d]. None subtracts the
-            mean of `words`.
+        mean: vector that is subtracted from words and tokens [d].
         scales: result of `token_scales` for `tokens` and `mean` [b, m]. None computes
             the scales.
     """
@@ -96,7 +91,6 @@ def late_interaction(
     lengths = torch.tensor([len(ids) for ids in content_ids])
     padded_ids = nn.utils.rnn.pad_sequence(content_ids, batch_first=True)
     is_word = torch.arange(padded_ids.shape[1]) < lengths[:, None]
-    mean = words.mean(dim=0) if mean is None else mean
     queries = functional.normalize(words[padded_ids.to(words.device)] - mean, dim=2)
     scales = token_scales(tokens, mean) if scales is None else scales
     # This equals queries @ (tokens - mean), but does not allocate tokens - mean.
@@ -114,7 +108,7 @@ def token_scales(tokens: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=8)
-def content_token_mask(tokenizer: JointTokenizer) -> NDArray[np.bool_]:
+def content_token_mask(tokenizer: JointTokenizer) -> Bools:
     """Return which of the v token ids of `tokenizer` are content words, bool [v]. The
     array is read-only and cached.
 
@@ -384,19 +378,10 @@ class Scorer:
     ) -> torch.Tensor:
         """Return the inner product of the pooled vectors of each caption and its image.
         The vectors have length 1, so this is their cosine similarity.
-        """
-        caption_vectors = self.caption_vectors(captions)
-        pooled = images.pooled.to(caption_vectors.device)
-        return (pooled * caption_vectors).sum(dim=1)
 
-    @inference()
-    def caption_vectors(self, captions: Sequence[str]) -> torch.Tensor:
-        """Return the pooled vectors of `captions`, which are unit vectors, float32
-        [b, k], on the device of the joint encoder. A caption that occurs several times
-        is encoded once.
+        A caption that occurs several times is encoded once.
         """
-        if self.pooled is None:
-            raise ModelError("this model bundle has no pooled similarity")
+        assert self.pooled is not None
         distinct, position = np.unique(np.asarray(captions), return_inverse=True)
         tokenizer = self.joint.tokenizer
         vectors = []
@@ -406,7 +391,8 @@ class Scorer:
             vectors.append(
                 self.pooled.captions(tokenizer.caption_ids(batch), sentences)
             )
-        return torch.cat(vectors)[torch.from_numpy(position)]
+        of_captions = torch.cat(vectors)[torch.from_numpy(position)]
+        return (images.pooled.to(of_captions.device) * of_captions).sum(dim=1)
 
 
 def reads_tokens(parts: Iterable[str]) -> bool:
@@ -438,7 +424,7 @@ class ImageCache:
         self._pooled = np.empty((_SLOTS, scorer.pooled_dim), dtype=np.float32)
         self._token_scales = np.empty((_SLOTS, num_tokens), dtype=np.float32)
 
-    def images(self, rows: NDArray[np.int64], tokens: torch.Tensor) -> Images:
+    def images(self, rows: Ints, tokens: torch.Tensor) -> Images:
         """Return the images `rows` [b], whose tokens are `tokens` [b, m, d]."""
         slots = rows % _SLOTS
         with self._lock:

@@ -127,7 +127,8 @@ class ScoreWeights:
         candidates only.
 
         Args:
-            values: values of the parts except the logit, by name, float32 [p] each.
+            values: values of the parts by name, float32 [p] each. That of the logit is
+                not used.
             k: number of hits.
             logit_range: smallest and largest logit.
         """

@@ -173,16 +173,11 @@ class IndexRows:
                 ends = bisect.bisect_right(missing, group.row_ids[-1])
                 groups.update(dict.fromkeys(missing[:ends], group))
                 del missing[:ends]
-                self._keep(group)
+                first = int(group.row_ids[0])
+                # All other row groups are dropped if they would be too large together.
+                # A tuple is replaced at once, so other threads need no lock.
+                kept = {**self._cached[1], first: group}
+                if sum(each.bytes for each in kept.values()) > _CACHED_BYTES:
+                    kept = {first: group}
+                self._cached = (sorted(kept), kept)
         return [(row_id, groups[row_id]) for row_id in row_ids]
-
-    def _keep(self, group: _RowGroup) -> None:
-        """Keep a row group in memory, instead of all others if they would exceed
-        `_CACHED_BYTES` together.
-        """
-        first = int(group.row_ids[0])
-        # A tuple is replaced at once, so other threads need no lock.
-        groups = {**self._cached[1], first: group}
-        if sum(each.bytes for each in groups.values()) > _CACHED_BYTES:
-            groups = {first: group}
-        self._cached = (sorted(groups), groups)

@@ -192,9 +192,8 @@ class SearchModel:
                 with stages.timed("joint_encoder"):
                     possible = np.ones(len(captions), dtype=np.bool_)
                     if k is not None and logit_range is not None and len(parts) > 1:
-                        others = {name: parts[name] for name in parts if name != LOGIT}
                         for pairs in pools:
-                            of_pool = {name: others[name][pairs] for name in others}
+                            of_pool = {name: parts[name][pairs] for name in parts}
                             possible[pairs] = weights.may_be_first(
                                 of_pool, k, logit_range
                             )

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -107,20 +107,14 @@ def to_device(value: Any, device: torch.device) -> Any:
         # A copy from pinned memory to a GPU does not wait for earlier steps.
         pinned = value.pin_memory() if device.type == "cuda" else value
         return pinned.to(device, non_blocking=True)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(
-            value,
-            **{
-                f.name: to_device(getattr(value, f.name), device) for f in fields(value)
-            },
-        )
     if isinstance(value, tuple):
-        return tuple(to_device(part, device) for part in value)
+        parts = [to_device(part, device) for part in value]
+        # A named tuple takes its values one by one.
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return value
 
 
-@dataclass(frozen=True)
-class PairChunk:
+class PairChunk(NamedTuple):
     """A part of a joint-phase batch: b positive pairs, with k negative images and k
     negative texts for each pair.
 
@@ -152,8 +146,7 @@ class PairChunk:
     teacher: JointInputs | None
 
 
-@dataclass(frozen=True)
-class JointBatch:
+class JointBatch(NamedTuple):
     """One worker's part of a joint-phase batch.
 
     Attributes:
@@ -169,8 +162,7 @@ class JointBatch:
     teacher_tokens: Tensor | None
 
 
-@dataclass(frozen=True)
-class AlignmentBatch:
+class AlignmentBatch(NamedTuple):
     """One worker's part of an alignment-phase batch: b images with s captions each.
 
     Attributes:

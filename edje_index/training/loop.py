@@ -117,284 +117,238 @@ def run_worker(
             has.
     """
     config = task.config
-    if config.run.threads is not None or group.size > 1:
-        torch.set_num_threads(config.run.threads or 1)
-    device = resolve_device(config.run.device)
-    run = _Run(task, group, device, should_stop, on_record)
-    report = partial(run.write, CAPTIONS)
-    for data in (task.data, task.dev):
-        if data is not None:
-            prepare_captions(data, task.start, device, group, should_stop, report)
+    loop = config.loop
+    run = config.run
+    data = task.data
+    dev = task.dev
+    if run.threads is not None or group.size > 1:
+        torch.set_num_threads(run.threads or 1)
+    # This device has a number. The current device differs between threads.
+    device = torch.empty(0, device=resolve_device(run.device)).device
+
+    def write(phase: str, step: int, steps: int, **more: Any) -> None:
+        """Add a record to the log, on worker 0."""
+        if group.rank == 0:
+            record = {"phase": phase, "step": step, "steps": steps, **more}
+            append_record(run.folder, record)
+            on_record(record)
+
+    for captioned in (data, dev):
+        if captioned is not None:
+            report = partial(write, CAPTIONS)
+            prepare_captions(captioned, task.start, device, group, should_stop, report)
     start = ModelBundle.load(task.start, verify=False)
-    inputs = config.inputs
     teacher = None
     teacher_tokens = 0
-    if inputs.teacher is not None:
-        teacher = ModelBundle.load(inputs.teacher, verify=False)
+    if config.inputs.teacher is not None:
+        teacher = ModelBundle.load(config.inputs.teacher, verify=False)
         teacher.adapter.to(device)
         teacher.joint.to(device)
         teacher_tokens = teacher.block_shape[0]
     tokens = start.block_shape[0]
     source = BatchSource(
-        data=task.data,
+        data=data,
         tokenizer=start.joint.tokenizer,
-        image_tokens=min(config.loop.step_tokens or tokens, tokens),
+        image_tokens=min(loop.step_tokens or tokens, tokens),
         config=config,
         group=group,
         teacher_tokens=teacher_tokens,
     )
     make_trainable(start, config.architecture, device)
-    state = last_checkpoint(config.run.folder, task.run)
+    dtype = resolve_dtype(loop.dtype, device)
+    state = last_checkpoint(run.folder, task.run)
     # Wait until all workers have read the checkpoint, before worker 0 writes another.
     group.any(False)
-
-    dev = task.dev
-
-    def evaluate() -> dict[str, float]:
-        """Return the R@1 of each direction on the dev captions. As in the published
-        code, candidates are sorted by the logit alone.
-        """
-        assert dev is not None
-        start.adapter.eval()
-        start.joint.eval()
-        pools = dev_pools(start, dev, config.fitting, (LOGIT,))
-        return {
-            f"dev_{direction}_r1": float(of_direction.hits(ScoreWeights()).mean())
-            for direction, of_direction in pools.items()
-        }
-
-    with torch.random.fork_rng(
-        [torch.cuda.current_device()] if device.type == "cuda" else []
-    ):
-        if config.alignment.steps and (state is None or state.phase == ALIGNMENT):
-            settings = config.alignment
-            changes = {
-                "lr": settings.lr,
-                "decay": "cosine",
-                "warmup_steps": int(settings.steps * _ALIGNMENT_WARMUP),
-                "adapter_lr_factor": 1.0,
-            }
-            run.train(
-                ALIGNMENT,
-                AlignmentObjective(start.adapter, start.joint),
-                source.alignment,
-                steps=settings.steps,
-                images=min(settings.batch_size, source.data.images),
-                settings=config.optimizer.model_copy(update=changes),
-                state=state,
-            )
-        # A frozen adapter needs no gradients. They would take time to compute, and
-        # would be part of the gradient norm.
-        if not config.optimizer.adapter_lr_factor:
-            start.adapter.requires_grad_(False)
-        objective = JointObjective(
-            start.adapter,
-            start.joint,
-            config.objective,
-            config.loop.step_tokens,
-            teacher,
-            group.gather,
-        )
-        previous = None
-        if task.continued is not None:
-            previous = last_checkpoint(*task.continued)
-        run.train(
-            JOINT,
-            objective,
-            source.joint,
-            steps=total_steps(config.loop, len(source.data.records)),
-            images=config.loop.batch_size,
-            settings=config.optimizer,
-            state=state,
-            previous=previous,
-            steps_per_epoch=len(source.data.records) // config.loop.batch_size,
-            evaluate=None if dev is None else evaluate,
-        )
-
-
-@dataclass(frozen=True)
-class _Run:
-    """The part of one worker in a training run, see `run_worker`."""
-
-    task: TrainTask
-    group: WorkerGroup
-    device: torch.device
-    should_stop: Callable[[], bool]
-    on_record: Callable[[Json], None]
-
-    def write(self, phase: str, step: int, steps: int, **more: Any) -> None:
-        """Add a record to the log, on worker 0."""
-        if self.group.rank == 0:
-            record = {"phase": phase, "step": step, "steps": steps, **more}
-            append_record(self.task.config.run.folder, record)
-            self.on_record(record)
-
-    def train(
-        self,
-        phase: str,
-        module: AlignmentObjective | JointObjective,
-        make_batch: Callable[[int], Any],
-        *,
-        steps: int,
-        images: int,
-        settings: OptimizerConfig,
-        state: TrainState | None,
-        previous: TrainState | None = None,
-        steps_per_epoch: int = 1,
-        evaluate: Callable[[], dict[str, float]] | None = None,
-    ) -> None:
-        """Run a phase. If `state`, the last checkpoint, belongs to this phase, run only
-        the steps after this checkpoint.
-
-        Args:
-            phase: name of the phase.
-            module: module to train.
-            make_batch: makes a batch from the batch number, which counts from 0 in each
-                phase.
-            images: number of images per optimiser step, over all workers.
-            previous: last checkpoint of the training run that this phase continues;
-                None for a new optimiser.
-            steps_per_epoch: number of optimiser steps per epoch. It has no effect on
-                the cosine decay of the alignment phase.
-            evaluate: returns recalls by name, see ``run.evaluate_every``; None to
-                evaluate nothing.
-        """
-        group = self.group
-        loop = self.task.config.loop
-        run = self.task.config.run
-        module.to(self.device).train()
-        optimizer = make_optimizer(module, settings)
-        first = 0
-        epochs_before = None
-        if previous is not None:
-            load_optimizer(optimizer, previous)
-            epochs_before = previous.epochs
-        if state is not None and state.phase == phase:
-            module.load_state_dict(state.weights)
-            load_optimizer(optimizer, state)
-            first = state.step
-        if group.rank == 0:
-            begin_log(run.folder, phase, first)
-
-        # sums of the losses since the last log record
-        sums: Any = Counter()
-        begun = time.monotonic()
-        started = begun
-        waited = 0.0
-        since = first
-        bad_steps = 0
-        dtype = resolve_dtype(loop.dtype, self.device)
-        # This device has a number. The current device differs between threads.
-        device = torch.empty(0, device=self.device).device
-        batches = ordered_map(
-            lambda number: to_device(make_batch(number), device),
-            range(first, steps),
-            1,
-            1 + _AHEAD,
-        )
-        with contextlib.closing(batches):
-            for step in range(first, steps):
-                rate = learning_rate(
-                    step,
-                    steps,
-                    steps_per_epoch,
-                    settings,
-                    epochs_before,
+    phases = [JOINT]
+    if config.alignment.steps and (state is None or state.phase == ALIGNMENT):
+        phases = [ALIGNMENT, JOINT]
+    cuda_devices = [torch.cuda.current_device()] if device.type == "cuda" else []
+    with torch.random.fork_rng(cuda_devices):
+        for phase in phases:
+            # The last checkpoint of the run that this phase continues, and its number
+            # of epochs.
+            previous = None
+            epochs_before = None
+            module: AlignmentObjective | JointObjective
+            make_batch: Callable[[int], Any]
+            if phase == ALIGNMENT:
+                alignment = config.alignment
+                module = AlignmentObjective(start.adapter, start.joint)
+                make_batch = source.alignment
+                steps = alignment.steps
+                images = min(alignment.batch_size, data.images)
+                # This number has no effect on the cosine decay.
+                steps_per_epoch = 1
+                changes = {
+                    "lr": alignment.lr,
+                    "decay": "cosine",
+                    "warmup_steps": int(steps * _ALIGNMENT_WARMUP),
+                    "adapter_lr_factor": 1.0,
+                }
+                settings = config.optimizer.model_copy(update=changes)
+            else:
+                settings = config.optimizer
+                # A frozen adapter needs no gradients. They would take time to compute,
+                # and would be part of the gradient norm.
+                if not settings.adapter_lr_factor:
+                    start.adapter.requires_grad_(False)
+                module = JointObjective(
+                    start.adapter,
+                    start.joint,
+                    config.objective,
+                    loop.step_tokens,
+                    teacher,
+                    group.gather,
                 )
-                adapter, others = optimizer.param_groups
-                adapter["lr"] = rate * settings.adapter_lr_factor
-                others["lr"] = rate
-                waiting_since = time.monotonic()
-                batch = next(batches)
-                waited += time.monotonic() - waiting_since
-                # Dropout and the choice of tokens use torch's random numbers. The seed
-                # is set in each step, so that a resumed training run draws the same
-                # numbers.
-                dropout = stream(loop.seed, DROPOUT, step, group.rank)
-                torch.manual_seed(int(dropout.integers(2**63)))
-                try:
-                    losses = module.backward(batch, dtype)
-                except torch.OutOfMemoryError as error:
-                    raise ModelError(
-                        f"a step of the {phase} phase needs more memory than the device"
-                        " has; lower run.chunk_pairs, or alignment.batch_size in the"
-                        " alignment phase, and train again"
-                    ) from error
-                trained = [
-                    part for part in module.parameters() if part.grad is not None
-                ]
-                gradients = [part.grad for part in trained if part.grad is not None]
-                group.average(gradients)
-                norm = nn.utils.get_total_norm(gradients)
-                if settings.clip_norm:
-                    nn.utils.clip_grads_with_norm_(trained, settings.clip_norm, norm)
-                # A step whose gradient is not finite is skipped.
-                is_bad = group.any(not torch.isfinite(norm))
-                if not is_bad:
-                    optimizer.step()
-                optimizer.zero_grad()
-                skipped = norm.new_tensor(is_bad)
-                sums.update({**losses, "gradient": norm, "skipped": skipped})
-                bad_steps = bad_steps + 1 if is_bad else 0
-                done = step + 1
-                if bad_steps >= min(MAX_BAD_STEPS, steps):
-                    raise ModelError(
-                        f"{bad_steps} steps in a row had no finite gradient, up to"
-                        f" step {done} of the {phase} phase; train again in a new"
-                        " run folder with a lower optimizer.lr, a higher"
-                        " optimizer.warmup_steps, or loop.dtype float32"
-                    )
-                stop = group.any(self.should_stop())
-                if evaluate and done % (run.evaluate_every or steps_per_epoch) == 0:
-                    if group.rank == 0:
-                        self.write(phase, done, steps, **evaluate())
-                        module.train()
-                    # The other workers wait here while worker 0 evaluates.
-                    group.any(False)
-                # The first step is logged too, so that a progress display can estimate
-                # the remaining time.
-                if done % run.log_every == 0 or done in (first + 1, steps):
-                    count = done - since
-                    now = time.monotonic()
-                    # This includes the time of evaluations.
-                    step_seconds = (now - begun) / (done - first)
-                    self.write(
-                        phase,
-                        done,
+                make_batch = source.joint
+                steps = total_steps(loop, len(data.records))
+                images = loop.batch_size
+                steps_per_epoch = len(data.records) // images
+                if task.continued is not None:
+                    previous = last_checkpoint(*task.continued)
+            module.to(device).train()
+            optimizer = make_optimizer(module, settings)
+            if previous is not None:
+                load_optimizer(optimizer, previous)
+                epochs_before = previous.epochs
+            first = 0
+            if state is not None and state.phase == phase:
+                module.load_state_dict(state.weights)
+                load_optimizer(optimizer, state)
+                first = state.step
+            if group.rank == 0:
+                begin_log(run.folder, phase, first)
+
+            # sums of the losses since the last log record
+            sums: Any = Counter()
+            begun = time.monotonic()
+            started = begun
+            waited = 0.0
+            since = first
+            bad_steps = 0
+
+            def on_device(number: int, make: Callable[[int], Any] = make_batch) -> Any:
+                return to_device(make(number), device)
+
+            batches = ordered_map(on_device, range(first, steps), 1, 1 + _AHEAD)
+            with contextlib.closing(batches):
+                for step in range(first, steps):
+                    rate = learning_rate(
+                        step,
                         steps,
-                        lr=rate,
-                        **group.mean({name: sums[name] / count for name in sums}),
-                        images_per_second=count * images / (now - started),
-                        data_wait=waited / (now - started),
-                        minutes_left=step_seconds * (steps - done) / 60,
+                        steps_per_epoch,
+                        settings,
+                        epochs_before,
                     )
-                    sums = Counter()
-                    started = now
-                    waited = 0.0
-                    since = done
-                if stop or done % run.checkpoint_every == 0 or done == steps:
-                    if group.rank == 0:
-                        epochs = (epochs_before or 0) + done // steps_per_epoch
-                        weights = {
-                            name: part.cpu()
-                            for name, part in module.state_dict().items()
-                        }
-                        saved = TrainState(
-                            self.task.run,
+                    adapter, others = optimizer.param_groups
+                    adapter["lr"] = rate * settings.adapter_lr_factor
+                    others["lr"] = rate
+                    waiting_since = time.monotonic()
+                    batch = next(batches)
+                    waited += time.monotonic() - waiting_since
+                    # Dropout and the choice of tokens use torch's random numbers. The
+                    # seed is set in each step, so that a resumed training run draws the
+                    # same numbers.
+                    dropout = stream(loop.seed, DROPOUT, step, group.rank)
+                    torch.manual_seed(int(dropout.integers(2**63)))
+                    try:
+                        losses = module.backward(batch, dtype)
+                    except torch.OutOfMemoryError as error:
+                        raise ModelError(
+                            f"a step of the {phase} phase needs more memory than the"
+                            " device has; lower run.chunk_pairs, or"
+                            " alignment.batch_size in the alignment phase, and train"
+                            " again"
+                        ) from error
+                    trained = [
+                        part for part in module.parameters() if part.grad is not None
+                    ]
+                    gradients = [part.grad for part in trained if part.grad is not None]
+                    group.average(gradients)
+                    norm = nn.utils.get_total_norm(gradients)
+                    if settings.clip_norm:
+                        nn.utils.clip_grads_with_norm_(
+                            trained, settings.clip_norm, norm
+                        )
+                    # A step whose gradient is not finite is skipped.
+                    is_bad = group.any(not torch.isfinite(norm))
+                    if not is_bad:
+                        optimizer.step()
+                    optimizer.zero_grad()
+                    skipped = norm.new_tensor(is_bad)
+                    sums.update({**losses, "gradient": norm, "skipped": skipped})
+                    bad_steps = bad_steps + 1 if is_bad else 0
+                    done = step + 1
+                    if bad_steps >= min(MAX_BAD_STEPS, steps):
+                        raise ModelError(
+                            f"{bad_steps} steps in a row had no finite gradient, up to"
+                            f" step {done} of the {phase} phase; train again in a new"
+                            " run folder with a lower optimizer.lr, a higher"
+                            " optimizer.warmup_steps, or loop.dtype float32"
+                        )
+                    stop = group.any(should_stop())
+                    evaluation_steps = run.evaluate_every or steps_per_epoch
+                    if phase == JOINT and dev and done % evaluation_steps == 0:
+                        if group.rank == 0:
+                            start.adapter.eval()
+                            start.joint.eval()
+                            # As in the published code, candidates are sorted by the
+                            # logit alone.
+                            pools = dev_pools(start, dev, config.fitting, (LOGIT,))
+                            recalls = {
+                                f"dev_{direction}_r1": float(
+                                    of_direction.hits(ScoreWeights()).mean()
+                                )
+                                for direction, of_direction in pools.items()
+                            }
+                            write(phase, done, steps, **recalls)
+                            module.train()
+                        # The other workers wait here while worker 0 evaluates.
+                        group.any(False)
+                    # The first step is logged too, so that a progress display can
+                    # estimate the remaining time.
+                    if done % run.log_every == 0 or done in (first + 1, steps):
+                        count = done - since
+                        now = time.monotonic()
+                        # This includes the time of evaluations.
+                        step_seconds = (now - begun) / (done - first)
+                        write(
                             phase,
                             done,
-                            epochs,
-                            weights,
-                            optimizer.state_dict(),
+                            steps,
+                            lr=rate,
+                            **group.mean({name: sums[name] / count for name in sums}),
+                            images_per_second=count * images / (now - started),
+                            data_wait=waited / (now - started),
+                            minutes_left=step_seconds * (steps - done) / 60,
                         )
-                        save_checkpoint(run.folder, saved)
-                    # The other workers wait until the checkpoint is written.
-                    group.any(False)
-                if stop and done < steps:
-                    raise TaskInterrupted(
-                        f"the training run stopped after step {done} of {steps} of the"
-                        f" {phase} phase"
-                    )
+                        sums = Counter()
+                        started = now
+                        waited = 0.0
+                        since = done
+                    if stop or done % run.checkpoint_every == 0 or done == steps:
+                        if group.rank == 0:
+                            epochs = (epochs_before or 0) + done // steps_per_epoch
+                            weights = {
+                                name: part.cpu()
+                                for name, part in module.state_dict().items()
+                            }
+                            saved = TrainState(
+                                task.run,
+                                phase,
+                                done,
+                                epochs,
+                                weights,
+                                optimizer.state_dict(),
+                            )
+                            save_checkpoint(run.folder, saved)
+                        # The other workers wait until the checkpoint is written.
+                        group.any(False)
+                    if stop and done < steps:
+                        raise TaskInterrupted(
+                            f"the training run stopped after step {done} of {steps} of"
+                            f" the {phase} phase"
+                        )
 
 
 def make_optimizer(

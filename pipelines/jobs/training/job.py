@@ -117,7 +117,21 @@ def run_training(
         if left_out:
             text += f"; images left out: {by_reason(left_out)}"
         on_event(StatusMessage(text))
-        _run_steps(task, on_event, should_stop)
+
+        def report(record: Json) -> None:
+            on_event(StatusMessage(describe_record(record)))
+
+        try:
+            if run.workers > 1 or run.address is not None:
+                from pipelines.engines.ray_train import train_on_ray
+
+                train_on_ray(task, should_stop, report, on_event=on_event)
+            else:
+                run_worker(task, ALONE, should_stop, report)
+        except TaskInterrupted as error:
+            # A JobStopped with a cause would count as an error, not as a requested
+            # stop.
+            raise JobStopped(str(error)) from None
         return _write_bundle(task, left_out, on_event, should_stop, started)
 
 
@@ -308,25 +322,6 @@ def _check_teacher(
             " the student, because another tower computes them or they have too few"
             " patches; set inputs.teacher_features to an index that the teacher built"
         )
-
-
-def _run_steps(task: TrainTask, on_event: OnEvent, should_stop: ShouldStop) -> None:
-    """Train from the last checkpoint to the last step, in this process or on Ray."""
-
-    def report(record: Json) -> None:
-        on_event(StatusMessage(describe_record(record)))
-
-    try:
-        run = task.config.run
-        if run.workers > 1 or run.address is not None:
-            from pipelines.engines.ray_train import train_on_ray
-
-            train_on_ray(task, should_stop, report, on_event=on_event)
-        else:
-            run_worker(task, ALONE, should_stop, report)
-    except TaskInterrupted as error:
-        # A JobStopped with a cause would count as an error, not as a requested stop.
-        raise JobStopped(str(error)) from None
 
 
 def _write_bundle(

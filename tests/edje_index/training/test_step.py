@@ -131,9 +131,9 @@ def test_losses_and_gradients_are_those_of_the_pairs_scored_one_by_one(
     teacher_joint = ModelBundle.load(tiny_bundle).joint.requires_grad_(False)
     local = build_adapter(AdapterConfig("local", 16, 32, 16, 24))
     teacher_tokens = local(batch.patches.float()).detach()
-    batch = replace(batch, patches=patches)
+    batch = batch._replace(patches=patches)
     if has_tokens:
-        batch = replace(batch, teacher_tokens=teacher_tokens)
+        batch = batch._replace(teacher_tokens=teacher_tokens)
     teacher = replace(ModelBundle.load(tiny_bundle), joint=teacher_joint, adapter=local)
     config = case.config(objective__mlm_weight=0.5).objective
     objective = JointObjective(bundle.adapter, joint, config, None, teacher).eval()
