@@ -14,19 +14,28 @@ from pathlib import Path
 import pytest
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-from storage_formats import verify_index
+from storage_formats import TokenStore, read_rows, verify_index
+from storage_formats.format.rows import TIMING_COLUMNS
 from storage_formats.remote.objects import ObjectFolder
 from tests.command_line import command, run_here
 from tests.integration.builds import make_photos
 from tests.integration.ray_nodes import RayNodes
 from tests.object_store import s3_server, use_endpoint
-from tests.pipelines.test_changes_at_url import contents
 
 pytestmark = pytest.mark.slow
 
 PHOTOS = 60
 URL = "s3://bucket/photos.edje"
 SECONDS = 300
+
+
+def contents(location):
+    """What a reader finds."""
+    with TokenStore.open(location) as store:
+        row_ids = store.row_ids()
+        blocks = store.fetch(row_ids)
+    rows = read_rows(location).drop_columns(list(TIMING_COLUMNS)).to_pylist()
+    return row_ids.tolist(), blocks.tobytes(), rows
 
 
 def build(out, model):
@@ -93,5 +102,20 @@ def test_two_machines_without_a_common_directory(tmp_path, monkeypatch):
         finally:
             nodes.kill_all()
         assert contents(URL) == contents(local)
+        more = tmp_path / "more"
+        make_photos(more, 5)
+        for change in (
+            ["append", more, "--engine", "inline", "--max-failed", "1"],
+            ["delete", "--rows", "2"],
+            ["quantize", "--to", "fp8"],
+        ):
+            for each in (URL, local):
+                run_here(change[0], each, *change[1:])
+        assert contents(URL) == contents(local)
         assert verify_index(URL) == []
+        found, expected = (
+            run_here("search", each, "a dog", "--model", model)["hits"]
+            for each in (URL, local)
+        )
+        assert [hit["row_id"] for hit in found] == [hit["row_id"] for hit in expected]
         assert not any(key.startswith("build/") for key in index.list_sizes())

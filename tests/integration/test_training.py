@@ -5,7 +5,9 @@ workers, refused.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -110,6 +112,16 @@ def with_dev(folder: Path, out: Path, *settings: str) -> list[str | Path]:
     return [*training(folder, out, *settings), "--dev", folder / "data.edje"]
 
 
+def start(arguments: list[str | Path]) -> subprocess.Popen:
+    return subprocess.Popen(
+        command(*arguments, "--json"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=environment(),
+        text=True,
+    )
+
+
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     """The records of steps in the log of a run."""
     return [record for record in read_log(run_dir) if record["phase"] != "captions"]
@@ -122,6 +134,37 @@ def wait_for_steps(process: subprocess.Popen, run_dir: Path, lines: int) -> None
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def weights(bundle: Path) -> dict[str, str]:
+    return {
+        name: record["sha256"]
+        for name, record in read_bundle_info(bundle).files.items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", [13, 2])
+def test_a_killed_training_resumes_to_the_same_bits(case, tmp_path, lines):
+    """13: in the joint phase, in the middle of its third epoch; 2: before there is
+    any checkpoint.
+    """
+    out = tmp_path / "out"
+    process = start(training(case, out))
+    wait_for_steps(process, tmp_path / "out.run", lines)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not out.exists()
+    result = run_here(*training(case, out))
+    assert weights(out) == weights(case / "calm")
+    assert result["steps"] == 30
+    positions = [
+        (record["phase"], record["step"]) for record in steps_of(tmp_path / "out.run")
+    ]
+    assert positions == [
+        *(("alignment", step) for step in range(1, 5)),
+        *(("joint", step) for step in range(1, 31)),
+    ]
 
 
 def test_a_finished_training_repeats_its_figures(case, capfd):
@@ -275,6 +318,9 @@ def test_the_second_phase_continues_the_run_of_its_initial_bundle(case, tmp_path
     error = run_here(*fresh, expect=2)["error"]
     assert "copy.run is not the folder of the run that made" in error
     assert "set optimizer.continued to false" in error
+    assert run_here(*fresh, "--set", "optimizer.continued=false")["last"][
+        "lr"
+    ] == pytest.approx(1e-6)
 
 
 def test_without_dev_captions_the_weights_of_the_initial_bundle_stay(
@@ -369,13 +415,7 @@ def test_two_workers_train_one_model(case, tmp_path):
     )
     run_here(*training(case, tmp_path / "one", *still))
     arguments = training(case, tmp_path / "two", *still, "run.workers=2")
-    process = subprocess.Popen(
-        command(*arguments),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=environment(),
-        text=True,
-    )
+    process = start(arguments)
     wait_for_steps(process, tmp_path / "two.run", 1)
     process.terminate()
     _, error = process.communicate(timeout=240)
