@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from edje_index.indexing.faiss_index import AnnIndex
 from pipelines.cli import main
@@ -26,7 +27,6 @@ from storage_formats import (
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import same_bits
-from tests.pipelines.conftest import write_photo
 
 SHARD = 4
 PHOTOS = 40
@@ -187,14 +187,18 @@ class Reference:
         np.testing.assert_array_equal(stored, self.embeddings[list(indexed.values())])
 
 
+def write_photo(path, photo):
+    if photo == BROKEN:
+        path.write_bytes(b"not an image")
+        return
+    pixels = np.random.default_rng(photo).integers(0, 255, (24, 32, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+
+
 def write_photos(folder, photos):
     folder.mkdir()
     for photo in photos:
-        path = folder / f"{photo:03d}.jpg"
-        if photo == BROKEN:
-            path.write_bytes(b"not an image")
-        else:
-            write_photo(path, photo)
+        write_photo(folder / f"{photo:03d}.jpg", photo)
     return folder
 
 
@@ -204,11 +208,9 @@ def build(sources, out, bundle, precisions=("bf16",)):
     run("build", sources, "--out", out, "--model", bundle, *options, "--max-failed", 1)
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory, tiny_bundle):
-    folder = tmp_path_factory.mktemp("reference")
+def reference_of(folder, bundle):
     root = folder / "every.edje"
-    build(write_photos(folder / "every", list(range(PHOTOS))), root, tiny_bundle)
+    build(write_photos(folder / "every", list(range(PHOTOS))), root, bundle)
     blocks = TokenStore.open(root).fetch(range(PHOTOS))
     return Reference(blocks, read_embeddings(CommittedIndex.open(root), range(PHOTOS)))
 
@@ -375,9 +377,8 @@ class Trial:
 @pytest.mark.parametrize(
     ("seed", "changes"), [(1, 4), pytest.param(2, 200, marks=pytest.mark.slow)]
 )
-def test_changes_equal_those_of_a_model(
-    tmp_path, tiny_bundle, reference, place, seed, changes
-):
+def test_changes_equal_those_of_a_model(tmp_path, tiny_bundle, place, seed, changes):
+    reference = reference_of(tmp_path, tiny_bundle)
     first = list(range(0, PHOTOS, 4))
     root: Path | str = tmp_path / "index.edje"
     if place == "object store":
