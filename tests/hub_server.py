@@ -27,7 +27,7 @@ class Hub:
     Attributes:
         repositories: contents by name, by repository such as "datasets/owner/name".
         commits: number of commits, by repository.
-        blobs: contents of large files by SHA-256; `uploads` lists those that were sent.
+        blobs: contents of large files by SHA-256.
         refused: status of the next requests, by the beginning of method and path.
         moving: repositories that get a commit after each request for a revision.
         sizes: sizes that the server claims for files, by repository and name.
@@ -40,7 +40,6 @@ class Hub:
     commits: dict[str, int] = field(default_factory=dict)
     private: set[str] = field(default_factory=set)
     blobs: dict[str, bytes] = field(default_factory=dict)
-    uploads: list[str] = field(default_factory=list)
     refused: dict[str, int] = field(default_factory=dict)
     moving: set[str] = field(default_factory=set)
     sizes: dict[str, int] = field(default_factory=dict)
@@ -66,7 +65,6 @@ class Hub:
             if method == "PUT":
                 assert hashlib.sha256(body).hexdigest() == sha256
                 self.blobs[sha256] = body
-                self.uploads.append(sha256)
                 return _json({})
             assert "Authorization" not in headers, "the token went to another host"
             return 200, {"ETag": f'"{sha256}"'}, self.blobs[sha256]

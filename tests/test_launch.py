@@ -96,15 +96,17 @@ def test_a_project_that_hides_a_module_is_told_which(tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["pipelines", "storage_formats", "edje_index"])
-def test_a_worker_of_ray_imports_the_packages_before_those_of_a_user(tmp_path, name):
-    assert not are_packages_hidden([str(tmp_path)])
-    (tmp_path / name).mkdir()
-    assert not are_packages_hidden([str(tmp_path)]), (
-        "a folder without code hides nothing"
-    )
-    (tmp_path / name / "__init__.py").write_text("")
-    assert are_packages_hidden([str(tmp_path)])
+def test_a_worker_of_ray_imports_the_packages_before_those_of_a_user(tmp_path):
+    for name in ("pipelines", "storage_formats", "edje_index"):
+        folder = tmp_path / f"with {name}"
+        for package in (folder / name, tmp_path / name):
+            package.mkdir(parents=True)
+        assert not are_packages_hidden([str(folder)]), (
+            "a folder without code hides nothing"
+        )
+        for package in (folder / name, tmp_path / name):
+            (package / "__init__.py").write_text("")
+        assert are_packages_hidden([str(folder)])
     # the order in which a worker does this
     code = (
         "import sys; from storage_formats.launch import share_package as hook; hook()"

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -48,8 +48,6 @@ class RayNodes:
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         }
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        # command that starts a node with another view of the file system
-        self._view: list[str] = []
 
     def start_head(self) -> None:
         """Start the head, and wait until it is ready."""
@@ -59,8 +57,9 @@ class RayNodes:
                 "--head",
                 f"--port={self.address.rpartition(':')[2]}",
                 "--include-dashboard=false",
+                "--num-cpus=0",
+                "--num-gpus=0",
             ],
-            cpus=0,
         )
 
     def add(
@@ -69,22 +68,20 @@ class RayNodes:
         """Start the node with the address 127.0.0.`number`. The node sees an empty
         directory in place of `hidden`, and says that it has `gpus` GPUs.
         """
+        view = []
         if hidden is not None:
             mount = f'mount -t tmpfs none {shlex.quote(str(hidden))} && exec "$@"'
-            self._view = ["unshare", "--mount", "sh", "-c", mount, "sh"]
-        self._start(number, [f"--address={self.address}"], cpus=cpus, gpus=gpus)
-        self._view = []
+            view = ["unshare", "--mount", "sh", "-c", mount, "sh"]
+        sizes = [f"--num-cpus={cpus}", f"--num-gpus={gpus}"]
+        self._start(number, [f"--address={self.address}", *sizes], view)
 
-    def _start(
-        self, number: int, options: list[str], *, cpus: int, gpus: int = 0
-    ) -> None:
+    def _start(self, number: int, options: list[str], view: Sequence[str] = ()) -> None:
+        """Start a node. `view` is a command that gives it another view of the file
+        system.
+        """
         options = [
             *options,
             f"--node-ip-address=127.0.0.{number}",
-            f"--num-cpus={cpus}",
-            f"--num-gpus={gpus}",
-        ]
-        options += [
             f"--object-store-memory={80 * 2**20}",
             "--min-worker-port=0",
             "--max-worker-port=0",
@@ -93,7 +90,7 @@ class RayNodes:
         with log.open("w") as output:
             process = subprocess.Popen(
                 [
-                    *self._view,
+                    *view,
                     sys.executable,
                     "-m",
                     "ray.scripts.scripts",

@@ -21,14 +21,11 @@ ELEMENTS = {"fp8": E4M3, "nvfp4": E2M1, "mxfp4": E2M1}
 
 
 def every_code(name: str) -> tuple[Records, tuple[int, int]]:
-    """Return (records, block shape) that hold every code under every scale, or
-    every word of 16 bits. Of 1 and 2 bits, they hold every byte of codes, and every
-    scale with all codes.
+    """Return (records, block shape) that hold every code under every scale. Of 1 and
+    2 bits, they hold every byte of codes, and every scale with all codes.
     """
     words = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
     codes = np.arange(256, dtype=np.uint8)
-    if name == "bf16":
-        return words.reshape(64, -1), (4, 256)
     if name == "int8":
         shape = (1, 256)
         scales = words.reshape(-1, 2)

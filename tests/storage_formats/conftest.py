@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -17,6 +18,19 @@ from tests.storage_formats.reading_cases import HOLES, ODD, SPEC
 def built(disk):
     root = Path(tempfile.mkdtemp(dir=disk))
     return root, write_random_index(root, SPEC, failed=HOLES)
+
+
+@pytest.fixture(scope="module")
+def sound(request, tmp_path_factory):
+    """An index of the shape SPEC of the module, and its blocks."""
+    root = tmp_path_factory.mktemp("sound") / "index"
+    return root, write_random_index(root, request.module.SPEC)
+
+
+@pytest.fixture
+def index(sound, tmp_path):
+    """`sound` in a copy that a test may change."""
+    return Path(shutil.copytree(sound[0], tmp_path / "index")), sound[1]
 
 
 @pytest.fixture(scope="module")

@@ -26,15 +26,9 @@ from storage_formats.change import UnfinishedChangeError, begin_change, collect_
 from storage_formats.format.directory import locked
 from storage_formats.format.journal import Journal, read_journal, unfinished_journal
 from storage_formats.format.places import Directory
-from tests.conftest import environment, write_files, write_random_index
+from tests.conftest import environment, write_files
 
 SPEC = IndexSpec(22, 8, (2, 32), 4)
-
-
-@pytest.fixture
-def index(tmp_path):
-    root = tmp_path / "index"
-    return root, write_random_index(root, SPEC)
 
 
 def test_two_drivers_never_share_an_index(tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import zarr
@@ -14,26 +12,20 @@ from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
-from tests.conftest import write_random_index
 from tests.storage_formats.reading_cases import flip
 
 SPEC = IndexSpec(150, 64, (2, 8), 12)
 
 
-@pytest.fixture(scope="module")
-def index(tmp_path_factory):
-    root = tmp_path_factory.mktemp("embeddings") / "index"
-    write_random_index(root, SPEC)
-    return root
-
-
 @given(rows=st.lists(st.integers(0, SPEC.rows - 1), max_size=90))
-def test_embeddings_of_any_rows_in_any_order(index, rows):
+def test_embeddings_of_any_rows_in_any_order(sound, rows):
     """Few rows of a shard are read one by one, many with the whole shard. The last
     shard is shorter.
     """
-    found = read_embeddings(CommittedIndex.open(index), np.array(rows, dtype=np.int64))
-    stored = zarr.open_array(index / "embeddings", mode="r")[:]
+    found = read_embeddings(
+        CommittedIndex.open(sound[0]), np.array(rows, dtype=np.int64)
+    )
+    stored = zarr.open_array(sound[0] / "embeddings", mode="r")[:]
     np.testing.assert_array_equal(found, stored[rows])
     assert (found.dtype, found.shape) == (np.float32, (len(rows), 12))
 
@@ -41,23 +33,16 @@ def test_embeddings_of_any_rows_in_any_order(index, rows):
 @pytest.mark.parametrize(
     "rows", [[70], list(range(64, 128))], ids=["one row", "whole shard"]
 )
-@pytest.mark.parametrize("damage", ["exchanged", "one byte", "short", "missing"])
-def test_a_file_other_than_the_committed_one_is_noticed(tmp_path, rows, damage):
-    root = tmp_path / "index"
-    write_random_index(root, SPEC)
-    index = CommittedIndex.open(root)
-    read_embeddings(index, range(SPEC.rows))
+@pytest.mark.parametrize("damage", ["exchanged", "one byte"])
+def test_a_file_other_than_the_committed_one_is_noticed(index, rows, damage):
+    root = index[0]
+    opened = CommittedIndex.open(root)
+    read_embeddings(opened, range(SPEC.rows))
     path = Layout(root).embedding_shard(1)
     if damage == "exchanged":
         path.write_bytes(Layout(root).embedding_shard(0).read_bytes())
-    elif damage == "one byte":
-        flip(path, 400)
-    elif damage == "short":
-        os.truncate(path, 200)
     else:
-        path.unlink()
+        flip(path, 400)
     with pytest.raises(CorruptIndexError, match=path.name) as caught:
-        read_embeddings(index, rows)
-    if damage in ("exchanged", "one byte"):
-        assert f"{path} is not the file that was committed" in str(caught.value)
-        assert caught.value.row_ids == tuple(range(64, 128))
+        read_embeddings(opened, rows)
+    assert caught.value.row_ids == tuple(range(64, 128))

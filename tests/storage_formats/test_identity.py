@@ -5,14 +5,12 @@ noticed when they are read.
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 
 from storage_formats import (
     CorruptIndexError,
     IndexSpec,
-    Manifest,
     TokenStore,
 )
 from storage_formats.format import shard_table
@@ -21,12 +19,6 @@ from storage_formats.format.parquet import ParquetRowGroups
 from tests.conftest import same_bits, write_random_index
 
 SPEC = IndexSpec(40, 8, (2, 8), 4, precisions=("bf16", "fp8"))
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory):
-    root = tmp_path_factory.mktemp("identity") / "index"
-    return root, write_random_index(root, SPEC)
 
 
 def path_of(root, kind, shard):
@@ -39,9 +31,9 @@ def path_of(root, kind, shard):
 @pytest.mark.parametrize("kinds", [["tokens"], ["checksums"], ["tokens", "checksums"]])
 @pytest.mark.parametrize("opened_before", [False, True])
 def test_files_of_two_shards_that_were_exchanged_are_noticed(
-    sound, tmp_path, kinds, opened_before
+    sound, index, kinds, opened_before
 ):
-    root = Path(shutil.copytree(sound[0], tmp_path / "index"))
+    root = index[0]
     with TokenStore.open(root) as store:
         if opened_before:
             store.fetch(range(SPEC.rows))
@@ -98,18 +90,3 @@ def test_a_large_shard_table_is_read_in_parts(tmp_path, monkeypatch):
         store.fetch([16, 23])
         assert len(groups) == 2
         assert same_bits(store.fetch(range(SPEC.rows)), blocks)
-
-
-def test_another_shard_table_is_noticed(sound, tmp_path):
-    root = Path(shutil.copytree(sound[0], tmp_path / "index"))
-    write_random_index(tmp_path / "other", SPEC, seed=8)
-    mine, other = (
-        each / Manifest.load(each).shard_tables[0].path
-        for each in (root, tmp_path / "other")
-    )
-    shutil.copy(other, mine)
-    with (
-        TokenStore.open(root) as store,
-        pytest.raises(CorruptIndexError, match="is not the file that was committed"),
-    ):
-        store.fetch([0])

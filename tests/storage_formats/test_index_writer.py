@@ -4,9 +4,8 @@ leaves.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -134,6 +133,7 @@ def test_columns_of_rows(tmp_path, rows, expected):
         ({"uri": ["a", None]}, "uri of rows has 1 null"),
         ({3: ["x"]}, "must be a string"),
         ({"stars": [1 << 63] * 2}, "stars of rows cannot"),
+        ({"stars": [float("nan")] * 2}, "stars .* nan"),
         ({"captions": "a"}, r"rows\['captions'\]"),
         # times outside the years of Python
         *(
@@ -209,28 +209,6 @@ def test_an_exception_removes_everything(tmp_path):
     assert list(tmp_path.rglob("*")) == [tmp_path / "empty"]
 
 
-def test_other_columns_become_source_columns(tmp_path):
-    blocks, embeddings = arrays(12)
-    root = tmp_path / "index"
-    with IndexWriter.create(root, **SHAPE) as writer:
-        first = {"captions": [["a", "b"]] * 6, "stars": [1, None, 3, 4, 5, 6]}
-        writer.append(blocks[:6], embeddings[:6], first)
-        with pytest.raises(UsageError, match=r"stars .* nan"):
-            writer.append(blocks[6:], embeddings[6:], {"stars": [float("nan")] * 6})
-        other = {"stars": [0.5] * 6, "place": ["here"] * 6}
-        writer.append(blocks[6:], embeddings[6:], pa.table(other))
-    columns = Manifest.load(root).columns
-    assert [(each.name, each.type, each.values) for each in columns] == [
-        ("captions", "list<string>", 6),
-        ("place", "string", 6),
-        ("stars", "float64", 11),
-    ]
-    rows = read_rows(root)
-    assert rows["stars"].to_pylist() == [1, None, 3, 4, 5, 6, *[0.5] * 6]
-    assert rows["captions"].to_pylist() == [["a", "b"]] * 6 + [None] * 6
-    assert verify_index(root) == []
-
-
 def test_rows_are_appended_as_a_snapshot(tmp_path):
     root = tmp_path / "index"
     blocks, embeddings = arrays(20)
@@ -279,8 +257,11 @@ def test_an_append_that_fails_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("values", "more", "change"),
+    ("values", "more", "expected"),
     [
+        ([1, 2], [1.5, None], [1, 2, 1.5, None]),
+        (["a", "b"], [["c", "d"], None], [["a"], ["b"], ["c", "d"], None]),
+        (["a", None], [None, None], ["a", None, None, None]),
         ([1.5, 2], ["unknown", "2020"], "float64, .* string"),
         ([True, False], [1, 2], "bool, .* string"),
         ([MAY, MAY], ["2026", "x"], "timestamp, .* it"),
@@ -288,32 +269,19 @@ def test_an_append_that_fails_changes_nothing(tmp_path):
         ([1, 2], [1.5, 1 << 60], "int64, .* string"),
     ],
 )
-def test_an_append_that_would_change_the_type_of_a_column_is_refused(
-    tmp_path, values, more, change
+def test_an_append_may_widen_a_column_but_not_change_its_type(
+    tmp_path, values, more, expected
 ):
     root = tmp_path / "index"
     write_arrays(root, *arrays(2), {"x": values}, **SHAPE)
-    with (
-        pytest.raises(UsageError, match=f"the column x .* type {change}"),
-        IndexWriter.open(root) as writer,
-    ):
+    with contextlib.ExitStack() as stack:
+        if isinstance(expected, str):
+            message = f"the column x .* type {expected}"
+            stack.enter_context(pytest.raises(UsageError, match=message))
+        writer = stack.enter_context(IndexWriter.open(root))
         writer.append(*arrays(2), {"x": more})
-
-
-@pytest.mark.parametrize(
-    ("values", "more", "expected"),
-    [
-        ([1, 2], [1.5, None], [1, 2, 1.5, None]),
-        (["a", "b"], [["c", "d"], None], [["a"], ["b"], ["c", "d"], None]),
-        (["a", None], [None, None], ["a", None, None, None]),
-    ],
-)
-def test_an_append_may_widen_a_column(tmp_path, values, more, expected):
-    root = tmp_path / "index"
-    write_arrays(root, *arrays(2), {"x": values}, **SHAPE)
-    with IndexWriter.open(root) as writer:
-        writer.append(*arrays(2), {"x": more})
-    assert read_rows(root)["x"].to_pylist() == expected
+    if not isinstance(expected, str):
+        assert read_rows(root)["x"].to_pylist() == expected
 
 
 def test_the_values_of_all_appends_count_for_the_type(tmp_path):
@@ -388,57 +356,26 @@ with writer:
 """
 
 
-CREATED = ", block_shape=(4, 16), embed_dim=8, shard_size=5"
-
-
-def kill_when(exists, script, root):
-    """Run `script` with the argument `root`, and kill it as soon as the file exists."""
+def test_a_killed_writer_leaves_nothing_that_opens_and_the_next_begins_again(tmp_path):
+    root = tmp_path / "index"
     process = subprocess.Popen(
-        [sys.executable, "-c", script, str(root)], env=environment()
+        [sys.executable, "-c", ENDLESS, str(root)], env=environment()
     )
     try:
         limit = time.monotonic() + 60
-        while not exists.exists():
+        while not Layout(root).receipt(3).exists():
             assert time.monotonic() < limit
             assert process.poll() is None
             time.sleep(0.001)
     finally:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait()
-
-
-@pytest.mark.parametrize("shards", [0, 4])
-def test_a_killed_writer_leaves_nothing_that_opens_and_the_next_begins_again(
-    tmp_path, shards
-):
-    root = tmp_path / "index"
-    waited = Layout(root).receipt(shards - 1) if shards else Layout(root).journal
-    kill_when(waited, ENDLESS, root)
     for read in (TokenStore.open, verify_index):
-        with pytest.raises(IncompleteIndexError):
+        with pytest.raises(IncompleteIndexError, match="run the same command again"):
             read(root)
     for each in (root, tmp_path / "calm"):
         write_arrays(each, *arrays(3), **SHAPE)
     assert all_files(root) == all_files(tmp_path / "calm")
-
-
-@pytest.mark.parametrize("shards", [0, 2])
-def test_a_killed_append_keeps_the_index(tmp_path, shards):
-    root = tmp_path / "index"
-    write_arrays(root, *arrays(7), **SHAPE)
-    calm = shutil.copytree(root, tmp_path / "calm")
-    script = ENDLESS.replace("create(", "open(").replace(CREATED, "")
-    waited = Layout(root).receipt(1 + shards) if shards else Layout(root).journal
-    kill_when(waited, script, root)
-    # readers see the rows of before
-    assert len(TokenStore.open(root)) == 7
-    for each in (root, calm):
-        with IndexWriter.open(each) as writer:
-            writer.append(*arrays(3))
-        assert verify_index(each) == []
-    differing = all_files(root).items() - all_files(calm).items()
-    # the time of the change
-    assert {str(path) for path, _ in differing} <= {"index.json"}
 
 
 def test_memory_is_bounded_by_a_shard(tmp_path):

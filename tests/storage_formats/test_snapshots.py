@@ -7,9 +7,7 @@ from __future__ import annotations
 import tracemalloc
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import zarr
 
 from pipelines import delete_rows
 from pipelines.jobs.snapshots import remove_snapshots, roll_back
@@ -28,15 +26,9 @@ from storage_formats.format.directory import Directory
 from storage_formats.format.layout import Layout, Segment
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.tombstones import evenly_spaced_rows, live_rows
-from tests.conftest import all_files, same_bits, write_random_index
+from tests.conftest import all_files, same_bits
 
 SPEC = IndexSpec(40, 8, (2, 8), 4, precisions=("bf16", "fp8"))
-
-
-@pytest.fixture
-def index(tmp_path):
-    root = tmp_path / "index"
-    return root, write_random_index(root, SPEC)
 
 
 def delete(root, rows):
@@ -131,13 +123,6 @@ def test_rollback_and_removal(index):
     assert (removal.snapshots, removal.files) == ((2,), 2)
     assert verify_index(root) == []
     assert live_rows(CommittedIndex.open(root)).tolist() == left
-
-
-def test_a_stock_reader_sees_all_rows(index):
-    root, blocks = index
-    delete(root, [1])
-    stored = zarr.open_array(root / "tokens" / "bf16", mode="r")[:]
-    np.testing.assert_array_equal(stored, blocks.view(np.uint16))
 
 
 def test_tombstones_of_another_number_are_one_clear_error(index):
