@@ -5,8 +5,6 @@ After each of them, readers see the index before or after the change, `verify` f
 damage, and the same command brings the index to the state of an undisturbed run.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

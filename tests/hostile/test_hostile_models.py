@@ -4,8 +4,6 @@ memory and time.
 It runs no code of theirs and asks no hub.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

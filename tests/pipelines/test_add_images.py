@@ -1,7 +1,5 @@
 """Images of the caller get rows under names of the caller."""
 
-from __future__ import annotations
-
 import pytest
 from PIL import Image
 

@@ -1,7 +1,5 @@
 """Builds that stop at trouble outside their images and resume, also over damage."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The command line: help, errors, exit codes, standard output and standard error."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import json

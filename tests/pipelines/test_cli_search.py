@@ -1,7 +1,5 @@
 """The kinds of query of `edje-index search`, on a real index of random images."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io

@@ -2,11 +2,8 @@
 holds afterwards.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -103,7 +100,7 @@ def test_without_a_name_the_new_index_lies_beside_the_old_one(
     assert compact_path("v2.edje/") == tmp_path / "v2-compact.edje"
 
 
-def flip(path: Path, offset: int) -> None:
+def flip(path, offset):
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
@@ -188,7 +185,7 @@ def test_no_file_holds_what_was_erased(index):
     assert delete_rows(root, rows=[3], erase=True).snapshot == number
 
 
-def holders(root: Path, needle: bytes) -> list[str]:
+def holders(root, needle):
     """The files that hold the bytes `needle`. Columns of Parquet files are compared as
     text, because they are compressed.
     """
@@ -206,7 +203,7 @@ def holders(root: Path, needle: bytes) -> list[str]:
 def test_a_reader_ends_an_erasure_that_was_killed_after_its_commit(index, monkeypatch):
     root, blocks = index
 
-    def killed(layout: Directory) -> None:
+    def killed(layout):
         if layout.erased.exists():
             raise OSError(5, "killed")
 

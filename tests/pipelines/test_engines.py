@@ -1,7 +1,5 @@
 """The contract of every engine. The tests of the Ray engine share one local Ray."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -2,13 +2,10 @@
 requests.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shutil
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -40,7 +37,7 @@ from tests.conftest import write_files
 from tests.pipelines.conftest import run_build, stop_after_one_shard
 
 
-def plan(request: Any) -> Plan:
+def plan(request):
     """Plan a build, stop it before its first shard, and return the stored plan."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipelines.jobs.build.apply", stop)
@@ -49,11 +46,11 @@ def plan(request: Any) -> Plan:
     return stored_plan(request)
 
 
-def stop(*_: object, **__: object) -> None:
+def stop(*_, **__):
     raise JobStopped("planned")
 
 
-def stored_plan(request: Any) -> Plan:
+def stored_plan(request):
     return Plan.parse(read_journal(Directory(request.out)).plan)
 
 
@@ -195,7 +192,7 @@ def test_workers_fill_the_machine_and_its_memory_unless_told(
     need = sum(workers_memory(1, settings, info).values())
     monkeypatch.setattr(planning, "available_memory", lambda: 8 * need)
 
-    def workers(settings: BuildSettings = settings, **changes: Any) -> int | None:
+    def workers(settings=settings, **changes):
         execution = Execution(**{"engine": "ray", **changes})
         return choose_workers(settings, info, execution).workers
 

@@ -2,8 +2,6 @@
 damage is named.
 """
 
-from __future__ import annotations
-
 import errno
 import shutil
 import signal
@@ -45,7 +43,7 @@ def index(sound, tmp_path):
     return Path(shutil.copytree(sound, tmp_path / "index"))
 
 
-def harm(path: Path, how: str) -> None:
+def harm(path, how):
     data = path.read_bytes()
     if how == "missing":
         path.unlink()

@@ -18,7 +18,6 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import (
     INFO_FILE,
     VISION_WEIGHTS,
-    BundleInfo,
     read_bundle_info,
 )
 from edje_index.bundles.random_bundle import (
@@ -263,7 +262,7 @@ def test_equal_seeds_give_equal_bytes(tiny_bundle, tmp_path):
 
 
 def test_default_is_a_small_vit_with_64_by_384_blocks(tmp_path):
-    info: BundleInfo = create_untrained_bundle(tmp_path / "out")
+    info = create_untrained_bundle(tmp_path / "out")
     assert info.block_shape == (64, 384)
     assert (info.embed_dim, info.vision["num_patches"], info.vision["num_heads"]) == (
         384,

@@ -165,7 +165,7 @@ CONTENT = b"0123456789"
 @pytest.fixture
 def pauses(monkeypatch):
     """The pauses that were made; none takes time."""
-    made: list[float] = []
+    made = []
     monkeypatch.setattr("time.sleep", made.append)
     return made
 

@@ -202,7 +202,7 @@ def test_another_range_than_was_requested_is_refused(server):
 def test_requests_go_through_the_proxy_of_the_environment(
     server, monkeypatch, before, credentials
 ):
-    seen: list[str] = []
+    seen = []
 
     def answer(headers):
         seen.append(headers["proxy-authorization"])

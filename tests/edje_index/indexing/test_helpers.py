@@ -51,7 +51,6 @@ FAULTS = {
     12: HANG,
     17: HANG,
 }
-Jobs = list[tuple[int, InputRef]]
 
 
 @pytest.fixture

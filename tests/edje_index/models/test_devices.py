@@ -1,7 +1,6 @@
 """Kernels for functions of large tensors on a GPU."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -9,8 +8,8 @@ import torch
 from edje_index.models.devices import fused_on_cuda
 
 # all that the decorator reads of a tensor
-ON_GPU: Any = SimpleNamespace(device=torch.device("cuda"), size=2)
-SMALL_ON_GPU: Any = SimpleNamespace(device=torch.device("cuda"), size=1)
+ON_GPU = SimpleNamespace(device=torch.device("cuda"), size=2)
+SMALL_ON_GPU = SimpleNamespace(device=torch.device("cuda"), size=1)
 
 
 def compiled_as(kernel, monkeypatch):

@@ -2,8 +2,6 @@
 write.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json
@@ -57,7 +55,7 @@ def case(tmp_path_factory, tiny_bundle):
     return folder
 
 
-def explained(case, run, tmp_path, *arguments: object) -> tuple[Page, dict]:
+def explained(case, run, tmp_path, *arguments):
     out = tmp_path / "page.html"
     printed = run.json("explain", case / "photos.edje", *arguments, "--out", out)
     return Page(out.read_text()), printed

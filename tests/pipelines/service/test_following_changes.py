@@ -1,7 +1,5 @@
 """A service follows the changes of its index without dropping a request."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +18,7 @@ def changing(index, tmp_path):
     return tmp_path / "changing.edje"
 
 
-def rows_of(index: TokenIndex) -> list[int]:
+def rows_of(index):
     return sorted(hit.row_id for hit in index.search("a dog", 12, 12))
 
 
@@ -49,7 +47,7 @@ def test_deleted_rows_leave_the_answers_while_requests_run(changing, tmp_path):
         ThreadPoolExecutor(4) as pool,
     ):
 
-        def load() -> set[int]:
+        def load():
             statuses = set()
             while not stop.is_set():
                 answer = httpx.post(

@@ -1,7 +1,5 @@
 """A real service and a real client: every answer is compared with the library's."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import io
@@ -48,7 +46,7 @@ def post(http):
     return ask
 
 
-def photo(index, row: int) -> bytes:
+def photo(index, row):
     return (index.parent / "photos" / f"{row:02d}.jpg").read_bytes()
 
 
@@ -57,7 +55,7 @@ def ids(hits):
     return [hit["row_id"] if isinstance(hit, dict) else hit.row_id for hit in hits]
 
 
-def same_hits(left, right) -> bool:
+def same_hits(left, right):
     """Whether the rows are the same and the scores agree to float32 rounding."""
     return ids(left) == ids(right) and np.allclose(
         [[hit.score, hit.embedding_score] for hit in left],
@@ -230,7 +228,7 @@ def test_rows_and_images_are_scored_together(client, library, index):
     assert abs(expected[3] - expected[7]) > _CLOSE
 
 
-def read_image_tokens(http) -> float:
+def read_image_tokens(http):
     text = http.get("/metrics").text
     return float(re.search(r"^edje_image_tokens_total (\S+)$", text, re.MULTILINE)[1])
 
