@@ -247,14 +247,7 @@ class Bench:
         self.disk.mkdir()
         write_tree(tree, self.disk)
 
-    def run(
-        self,
-        words,
-        kind,
-        operations=(),
-        error=0,
-        at=0,
-    ):
+    def run(self, words, kind, operations=(), error=0, at=0):
         """Exit code and output of a command. Its operations are logged, and one of
         them may fail.
         """

@@ -119,11 +119,7 @@ def write_archive(path, photos, kind):
     path.write_bytes(with_utf8_flag(content) if kind == "zip with flag" else content)
 
 
-def test_names_of_members_in_any_encoding_work_everywhere(
-    tmp_path,
-    tiny_bundle,
-    run,
-):
+def test_names_of_members_in_any_encoding_work_everywhere(tmp_path, tiny_bundle, run):
     (tmp_path / "in").mkdir()
     kinds = ["pax", "ustar", "zip", "zip with flag"]
     for number, kind in enumerate(kinds):

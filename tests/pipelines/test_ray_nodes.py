@@ -30,15 +30,7 @@ SIX = [[name] for name in range(1, 7)]
 RESULTS = [10, 20, 30, 40, 50, 60]
 
 
-def start(
-    nodes,
-    folder,
-    jobs,
-    *,
-    token=None,
-    wait_seconds=None,
-    **options,
-):
+def start(nodes, folder, jobs, *, token=None, wait_seconds=None, **options):
     """Start a run. The cluster must have a node already, because a run without room
     is refused.
     """

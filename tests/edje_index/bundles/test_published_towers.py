@@ -95,13 +95,7 @@ def test_other_towers_are_refused(change, message):
         siglip_config(config, {}, "towers")
 
 
-def checkpoint(
-    folder,
-    siglip,
-    *,
-    dtype=torch.bfloat16,
-    **config,
-):
+def checkpoint(folder, siglip, *, dtype=torch.bfloat16, **config):
     """What the published trainer saves: towers included, in its default type, with
     the state of an optimiser.
     """

@@ -32,9 +32,7 @@ def test_one_caption_for_a_whole_pool(tiny_model):
     assert scores.std() > 0
 
 
-def test_captions_of_different_lengths_equal_the_model_with_padding(
-    tiny_model,
-):
+def test_captions_of_different_lengths_equal_the_model_with_padding(tiny_model):
     """The scorer groups captions by length, and needs no mask."""
     joint = tiny_model.joint
     captions = ["dog " * (1 + i * 7 % 5) + str(i) for i in range(70)]
@@ -45,9 +43,7 @@ def test_captions_of_different_lengths_equal_the_model_with_padding(
     assert joint.score([], pool[:0]).shape == joint.score("a", pool[:0]).shape == (0,)
 
 
-def test_a_batch_of_captions_of_different_lengths_needs_padding_and_a_mask(
-    tiny_model,
-):
+def test_a_batch_of_captions_of_different_lengths_needs_padding_and_a_mask(tiny_model):
     """On a GPU, captions of different lengths are in one batch."""
     scorer = tiny_model.joint.scorer()
     captions = ["dog " * (1 + i // 6) + "a" for i in range(24)]

@@ -1,19 +1,21 @@
-"""`edje-index serve --mcp`, asked by the client of the official SDK."""
+"""`edje-index serve --mcp`, asked by the client of the official SDK. Messages pass
+through memory instead of the SDK's standard input and output.
+"""
 
 import asyncio
 import base64
+import contextlib
 import io
 import math
 import shutil
 
 import pytest
-from mcp import StdioServerParameters
 from mcp.client import Client
-from mcp.client.stdio import stdio_client
+from mcp.server.mcpserver import MCPServer
 from PIL import Image
 
 from edje_index import TokenIndex, delete_rows
-from tests.command_line import command, environment
+from pipelines.cli import main
 from tests.pipelines.service.conftest import HOLE, ROWS
 
 SEARCHES = (
@@ -40,11 +42,10 @@ def conversation(index, tmp_path_factory):
     """
     copy = tmp_path_factory.mktemp("mcp") / "photos.edje"
     shutil.copytree(index, copy)
-    program, *arguments = command("serve", copy, "--mcp")
-    server = StdioServerParameters(command=program, args=arguments, env=environment())
+    answers = []
 
-    async def converse():
-        async with Client(stdio_client(server)) as client:
+    async def converse(server):
+        async with Client(server, mode="legacy") as client:
             schemas = [tool.input_schema for tool in (await client.list_tools()).tools]
             searches = [await client.call_tool(*call) for call in SEARCHES]
             refusals = [await client.call_tool(*call) for call in REFUSALS]
@@ -52,9 +53,16 @@ def conversation(index, tmp_path_factory):
             best = before.structured_content["result"][0]["row_id"]
             delete_rows(copy, rows=[best])
             after = await client.call_tool(*ALL_ROWS)
-            return schemas, searches, refusals, best, after
+            answers.extend((schemas, searches, refusals, best, after))
 
-    return asyncio.run(converse())
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as standard_output,
+    ):
+        patch.setattr(MCPServer, "run", lambda server: asyncio.run(converse(server)))
+        assert main(["serve", str(copy), "--mcp"]) == 0
+    assert standard_output.getvalue() == "", "it is for messages of the protocol"
+    return answers
 
 
 def test_an_assistant_searches_like_the_library(index, conversation):
