@@ -239,7 +239,8 @@ class Bench:
         disk = Disk(self.start)
         for operation in self.operations:
             disk.apply(operation)
-        assert disk.tree() == read_tree(self.disk), "an operation was not recorded"
+        # every operation was recorded
+        assert disk.tree() == read_tree(self.disk)
         self.read_before = {}
 
     def place(self, tree):

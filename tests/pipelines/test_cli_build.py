@@ -145,11 +145,11 @@ def test_a_build_with_too_many_failures_stops_and_goes_on_with_a_larger_limit(
     kept = Directory(index).embedding_shard(0).stat().st_mtime_ns
     out = run.json(*build, "--max-failed", 0.2)
     assert out["failed"] == 2
-    assert out["ignored"] == {".txt": 1}, "a resumed build knows what its plan ignored"
+    # a resumed build knows what its plan ignored
+    assert out["ignored"] == {".txt": 1}
     assert run.json(*build, "--max-failed", 0.2)["ignored"] is None
-    assert Directory(index).embedding_shard(0).stat().st_mtime_ns == kept, (
-        "finished shards are not encoded again"
-    )
+    # finished shards are not encoded again
+    assert Directory(index).embedding_shard(0).stat().st_mtime_ns == kept
 
 
 def test_twenty_inputs_may_fail_by_default_and_no_more(run, build, photos, index):

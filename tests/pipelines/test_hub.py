@@ -157,7 +157,8 @@ def test_the_authors_model_by_name(named, tmp_path, run):
     for hit in hits:
         relevance = 1 / (1 + np.exp(-hit["parts"]["logit"]))
         assert hit["relevance"] == pytest.approx(relevance, abs=1e-6)
-    assert TokenIndex.open(index).default_pool == 50, "the largest pool of the paper"
+    # the largest pool of the paper
+    assert TokenIndex.open(index).default_pool == 50
 
 
 def test_towers_by_name_search_by_embedding(named, tmp_path):

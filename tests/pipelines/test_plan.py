@@ -67,9 +67,8 @@ def test_a_plan_holds_every_input_and_is_resumed_without_looking_at_the_sources(
     shutil.rmtree(photos)
     photos.mkdir()
     assert plan(config()) == made
-    assert plan(config(engine="ray", workers=2)) == made, (
-        "they do not determine the bytes"
-    )
+    # they do not determine the bytes
+    assert plan(config(engine="ray", workers=2)) == made
 
 
 @pytest.mark.parametrize(
@@ -196,10 +195,12 @@ def test_workers_fill_the_machine_and_its_memory_unless_told(
         execution = Execution(**{"engine": "ray", **changes})
         return choose_workers(settings, info, execution).workers
 
-    assert workers() == 8, "the memory has room for eight"
+    # the memory has room for eight
+    assert workers() == 8
     assert workers(dataclasses.replace(settings, threads=4)) == 2
     on_gpus = dataclasses.replace(settings, device="cuda")
-    assert workers(on_gpus) == 6, "two per GPU"
+    # two per GPU
+    assert workers(on_gpus) == 6
     assert workers(on_gpus, workers=7) == 7
     monkeypatch.setattr(planning, "cuda_devices", lambda: 1)
     assert workers(on_gpus) == 2

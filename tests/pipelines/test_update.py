@@ -413,7 +413,8 @@ def retry(root, **options):
 def test_failed_inputs_are_tried_again(built, photos):
     before = all_files(built)
     check(retry(built), unchanged=8, deleted=0, rows=0, snapshot=0)
-    assert all_files(built) == before, "it failed again"
+    # it failed again
+    assert all_files(built) == before
     write_photo(photos / "07.jpg", 77)
     (photos / "00.jpg").unlink()
     write_photo(photos / "30.jpg", 30)

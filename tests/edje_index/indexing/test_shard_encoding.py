@@ -128,7 +128,8 @@ def test_a_stopped_shard_goes_on_with_its_kept_batches(
     expected = shard_content(task)
     layout = place_of(task)
     folder = layout.build / "batches"
-    assert not folder.exists(), "the shard was fast"
+    # the shard was fast
+    assert not folder.exists()
     monkeypatch.setattr(shard_encoding, "_LONG_SECONDS", 0.0)
     encode = encoder.encode
     encoded = []
@@ -243,7 +244,8 @@ def test_out_of_memory_halves_the_batch_of_the_whole_shard(
     batches.clear()
     batches.limit = 1
     receipt = encode_shard(task, encoder)
-    assert batches == [2, 1, 1, 1, 1, 1], "3 inputs; the third is truncated"
+    # 3 inputs; the third is truncated
+    assert batches == [2, 1, 1, 1, 1, 1]
     assert receipt.encoded_on == "a GPU, batches of 1"
     assert read_receipts(place_of(task), [0], "plan").get(0) == receipt
     for values, other in zip(stored(task), expected, strict=True):

@@ -186,6 +186,5 @@ def test_a_stopped_preparation_resumes_after_its_finished_shards(
     assert prepare(data, case, **options)
     assert finished == [(number, 5) for number in range(1, 6)]
     check_equal(case.data, replace(case.data, path=data))
-    assert prepare(data, case, should_stop=lambda: True), (
-        "finished data need no preparation"
-    )
+    # finished data need no preparation
+    assert prepare(data, case, should_stop=lambda: True)

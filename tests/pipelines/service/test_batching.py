@@ -72,6 +72,7 @@ def test_requests_of_one_kind_share_a_batch_within_the_budget():
         (7, "b", 99),
     ]
     assert together(*(model.of(*work) for work in works)) == [2, 4, 6, 8, 10, 12, 14]
+    # a request over the budget runs alone
     assert model.batches == [
         [1, 3],
         [2],
@@ -79,7 +80,7 @@ def test_requests_of_one_kind_share_a_batch_within_the_budget():
         [5],
         [6],
         [7],
-    ], "a request over the budget runs alone"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,8 @@ def test_a_full_queue_refuses_and_abandoned_requests_leave_it():
         assert await asyncio.gather(first, waiting[1], last) == [0, 4, 8]
 
     asyncio.run(test())
-    assert model.batches == [[0], [2, 4]], "the abandoned request was computed"
+    # the abandoned request was not computed
+    assert model.batches == [[0], [2, 4]]
 
 
 def test_what_cannot_meet_its_deadline_is_refused_at_once():

@@ -24,17 +24,18 @@ def rows_of(index):
 
 def test_a_new_snapshot_takes_what_has_changed_and_nothing_else(changing):
     begun = TokenIndex.open(changing)
-    assert begun.at_current_snapshot() is begun, "nothing has changed"
-    assert begun.with_precision("nvfp4").store is begun.with_precision("nvfp4").store, (
-        "opened once"
-    )
+    # nothing has changed
+    assert begun.at_current_snapshot() is begun
+    # opened once
+    assert begun.with_precision("nvfp4").store is begun.with_precision("nvfp4").store
     delete_rows(changing, [3])
     quantize_index(changing, ["int8"])
     index = begun.at_current_snapshot()
     assert 3 not in rows_of(index)
     assert 3 not in rows_of(index.with_precision("nvfp4"))
     assert index.with_precision("int8").precision == "int8"
-    assert 3 in rows_of(begun), "a request that has begun keeps its state"
+    # a request that has begun keeps its state
+    assert 3 in rows_of(begun)
     assert index.model is begun.model
 
 

@@ -61,7 +61,8 @@ def conversation(index, tmp_path_factory):
     ):
         patch.setattr(MCPServer, "run", lambda server: asyncio.run(converse(server)))
         assert main(["serve", str(copy), "--mcp"]) == 0
-    assert standard_output.getvalue() == "", "it is for messages of the protocol"
+    # it is for messages of the protocol
+    assert standard_output.getvalue() == ""
     return answers
 
 
@@ -94,7 +95,8 @@ def test_an_assistant_gets_the_message_of_a_refusal_and_knows_all_arguments(
         assert result.is_error, (name, given)
         assert len(text) > 20, text
         assert "Traceback" not in text
-        assert ("limit\n" in text) == ("limit" in given), "an unknown argument"
+        # an unknown argument
+        assert ("limit\n" in text) == ("limit" in given)
 
 
 def test_an_assistant_sees_the_current_snapshot(conversation):

@@ -122,9 +122,8 @@ def watched(browser, service):
 
 def test_the_grid_goes_on_after_the_pool_in_the_order_of_the_embeddings(watched):
     page = watched.page
-    assert len(set(watched.rows())) == ROWS - 1, (
-        "the first page shows the photos of the index"
-    )
+    # the first page shows the photos of the index
+    assert len(set(watched.rows())) == ROWS - 1
     page.goto(f"{watched.home}/?q=a+red+canoe&pool=10")
     watched.wait()
     further = watched.answer(query="a red canoe", score="embedding", skip=10)
@@ -313,7 +312,8 @@ def test_every_state_is_accessible_and_fits(browser, service, axe, scheme, width
         assert page.evaluate("document.documentElement.scrollWidth") <= width, address
         if address.endswith("pool=10"):
             box = page.locator("#photos img").nth(1).bounding_box()
-            assert box["y"] + box["height"] < 400, "the first screen shows photos"
+            # the first screen shows photos
+            assert box["y"] + box["height"] < 400
         page.evaluate(axe)
         violations = page.evaluate("axe.run().then(result => result.violations)")
         assert not violations, json.dumps(violations, indent=1)[:4000]
