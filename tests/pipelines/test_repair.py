@@ -4,10 +4,6 @@ damage is named.
 
 import errno
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +17,7 @@ from pipelines.jobs.snapshots import roll_back
 from pipelines.progress.events import JobStopped
 from storage_formats import IndexSpec, verify_index
 from storage_formats.format.manifest import CommittedIndex
-from tests.conftest import REPO, all_files, ann_path, rows_path, write_random_index
+from tests.conftest import all_files, ann_path, rows_path, write_random_index
 from tests.pipelines.conftest import run_build, write_photo
 from tests.pipelines.test_build_resume import break_reads
 
@@ -250,21 +246,3 @@ def test_a_stopped_repair_changes_nothing(built, text):
         )
     assert text in str(events[-1])
     assert all_files(built) == damaged
-
-
-# starts processes
-@pytest.mark.slow
-def test_a_killed_repair_can_be_repeated(built):
-    before = all_files(built)
-    command = [sys.executable, "-m", "pipelines.cli", "repair", str(built)]
-    for delay in (0.5, 1.0, 2.0, 3.0):
-        for path in (FIRST, SECOND):
-            (built / path).unlink(missing_ok=True)
-        process = subprocess.Popen(command, cwd=REPO)
-        time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert subprocess.run(command, cwd=REPO, check=False).returncode == 0
-    assert verify_index(built) == []
-    after = all_files(built)
-    assert {path: after[path] for path in before} == before

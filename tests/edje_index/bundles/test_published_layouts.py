@@ -186,7 +186,6 @@ def check_golden(model, name):
     [
         *((layout, "compressed_small") for layout in LAYOUTS),
         ("trainer_pth", "local_small"),
-        ("plain_safetensors", "local_small"),
     ],
 )
 def test_every_layout_gives_the_golden_outputs(hub, tmp_path, layout, name):
