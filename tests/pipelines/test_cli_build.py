@@ -206,7 +206,7 @@ def test_ctrl_c_stops_a_build_and_the_same_command_resumes(
 
         patched.setattr(ImageEncoder, "encode", interrupted)
         code, _, said = run(*build)
-    assert (code, "SIGINT: stopping" in said) == (130, True)
+    assert code == 130
     last = said.splitlines()[-1]
     assert last.startswith("error: stopped; ")
     assert f"of 3 shards are finished. To resume: edje-index build {photos}" in last
