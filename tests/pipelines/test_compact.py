@@ -42,6 +42,7 @@ from tests.conftest import (
     write_random_index,
 )
 from tests.pipelines.conftest import SMALL
+from tests.storage_formats.reading_cases import flip
 
 SPEC = replace(SMALL, rows=37)
 # duplicates of row 0
@@ -98,12 +99,6 @@ def test_without_a_name_the_new_index_lies_beside_the_old_one(
         compact_index("s3://bucket/photos.edje")
     monkeypatch.chdir(tmp_path)
     assert compact_path("v2.edje/") == tmp_path / "v2-compact.edje"
-
-
-def flip(path, offset):
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("job", ["compact", "erase"])

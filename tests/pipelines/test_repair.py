@@ -20,6 +20,7 @@ from storage_formats.format.manifest import CommittedIndex
 from tests.conftest import all_files, ann_path, rows_path, write_random_index
 from tests.pipelines.conftest import run_build, write_photo
 from tests.pipelines.test_build_resume import break_reads
+from tests.storage_formats.reading_cases import flip
 
 SPEC = IndexSpec(21, 8, (2, 32), 4)
 
@@ -194,7 +195,7 @@ def test_changed_and_missing_photos_are_refused_and_named(built, photos, run):
 def test_only_needed_rows_are_named(built, photos):
     # row 0
     path = built / FIRST
-    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    flip(path, 0)
     # both are in the same batch
     write_photo(photos / "00.jpg", 98)
     write_photo(photos / "01.jpg", 99)

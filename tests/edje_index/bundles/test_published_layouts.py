@@ -26,8 +26,6 @@ GOLDEN = REPO / "tests" / "golden"
 LANGUAGE = "microsoft/MiniLM-L12-H384-uncased"
 URL = "hf://authors/edje"
 TOLERANCE = 1e-5
-Files = dict[str, bytes]
-State = dict[str, torch.Tensor]
 
 
 @pytest.fixture

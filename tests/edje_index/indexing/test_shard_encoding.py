@@ -34,6 +34,7 @@ from storage_formats.format.places import Directory
 from storage_formats.format.receipts import read_receipts
 from storage_formats.format.rows import TIMING_COLUMNS, read_staged_rows
 from storage_formats.reading.embeddings import read_shard_embeddings
+from tests.storage_formats.reading_cases import flip
 
 
 @pytest.fixture(scope="module")
@@ -160,9 +161,7 @@ def test_a_stopped_shard_goes_on_with_its_kept_batches(
         run(stops(-(-8 // batch_size) - 1))
     first, *others = sorted(folder.glob("*/*"))
     # one of the batches between others is missing or damaged
-    data = first.read_bytes()
-    place = data.index(b"tokens.npy") + 200
-    first.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+    flip(first, first.read_bytes().index(b"tokens.npy") + 200)
     for path in others[1:2]:
         path.unlink()
     # of another plan

@@ -145,7 +145,6 @@ def test_hits_as_a_table(http, library):
     assert table.headers["content-type"] == "text/csv; charset=utf-8"
     rows = [*csv.DictReader(io.StringIO(table.content.decode("utf-8-sig")))]
     assert [int(row["row_id"]) for row in rows] == ids(expected)
-    assert {row["captions"] for row in rows} == {"", "a red canoe; <b>two</b> dogs"}
     parquet = http.post("/search", json={**body, "format": "parquet"}).content
     names = pq.read_table(io.BytesIO(parquet)).column_names
     assert names == expected.to_arrow().column_names
@@ -330,13 +329,10 @@ REFUSED = {
         ),
         ("/search", {"query": "a", "k": 20, "pool": 10}, "at least k"),
         ("/search", {"query": "a", "wher": "x"}, "(did you mean where?)"),
-        ("/search", {"query": "a", "score": "beauty"}, "'beauty'"),
-        ("/search", {"query": "a", "precision": "fp2"}, "'fp2'"),
         ("/search", {"row_id": HOLE}, "has no tokens"),
         ("/search", {"image": "file:///etc/passwd"}, "URLs are not fetched"),
         ("/search", {"image": "/etc/passwd"}, "base64"),
         ("/search", {"image": "bm8gaW1hZ2U="}, "not-an-image"),
-        ("/search", {"query": "a", "where": "licence = 1"}, "columns are author"),
         ("/search/texts", {"row_id": 7, "image": "AAAA", "texts": ["a"]}, "only one"),
         ("/search/texts", {"row_id": 7, "texts": []}, "texts"),
         ("/rerank", {"query": "a", "documents": [0], "top_n": "1"}, "top_n: "),
@@ -345,7 +341,6 @@ REFUSED = {
         ("/rerank", {"documents": [0]}, "cohere.query: Field required"),
         ("/rerank", {"query": "a", "texts": ["https://x/y.jpg"]}, "not fetched"),
         ("/rerank", {"query": "a", "texts": ["99"]}, "out of range"),
-        ("/rerank", {"query": "a", "texts": ["no.jpg"]}, "'no.jpg'"),
         ("/rerank", {"query": "a", "documents": [{}]}, "document 0 is empty"),
         ("/embed", {"inputs": [3]}, "inputs"),
         ("/embed", {"inputs": ["a", {"image": "AAAA"}]}, "texts or images"),
