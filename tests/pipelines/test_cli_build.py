@@ -205,6 +205,7 @@ def test_ctrl_c_stops_a_build_and_the_same_command_resumes(
             return ImageEncoder.encode(*arguments)
 
         patched.setattr(ImageEncoder, "encode", interrupted)
+        monkeypatch.setattr(sys, "argv", ["edje-index", *map(str, build)])
         code, _, said = run(*build)
     assert code == 130
     last = said.splitlines()[-1]
