@@ -1,21 +1,19 @@
-"""`edje-index serve --mcp`, asked by the client of the official SDK. Messages pass
-through memory instead of the SDK's standard input and output.
-"""
+"""`edje-index serve --mcp`, asked by the client of the official SDK."""
 
 import asyncio
 import base64
-import contextlib
 import io
 import math
 import shutil
 
 import pytest
+from mcp import StdioServerParameters
 from mcp.client import Client
-from mcp.server.mcpserver import MCPServer
+from mcp.client.stdio import stdio_client
 from PIL import Image
 
 from edje_index import TokenIndex, delete_rows
-from pipelines.cli import main
+from tests.command_line import command, environment
 from tests.pipelines.service.conftest import HOLE, ROWS
 
 SEARCHES = (
@@ -42,10 +40,11 @@ def conversation(index, tmp_path_factory):
     """
     copy = tmp_path_factory.mktemp("mcp") / "photos.edje"
     shutil.copytree(index, copy)
-    answers = []
+    program, *arguments = command("serve", copy, "--mcp")
+    server = StdioServerParameters(command=program, args=arguments, env=environment())
 
-    async def converse(server):
-        async with Client(server, mode="legacy") as client:
+    async def converse():
+        async with Client(stdio_client(server)) as client:
             schemas = [tool.input_schema for tool in (await client.list_tools()).tools]
             searches = [await client.call_tool(*call) for call in SEARCHES]
             refusals = [await client.call_tool(*call) for call in REFUSALS]
@@ -53,17 +52,9 @@ def conversation(index, tmp_path_factory):
             best = before.structured_content["result"][0]["row_id"]
             delete_rows(copy, rows=[best])
             after = await client.call_tool(*ALL_ROWS)
-            answers.extend((schemas, searches, refusals, best, after))
+            return schemas, searches, refusals, best, after
 
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(io.StringIO()) as standard_output,
-    ):
-        patch.setattr(MCPServer, "run", lambda server: asyncio.run(converse(server)))
-        assert main(["serve", str(copy), "--mcp"]) == 0
-    # it is for messages of the protocol
-    assert standard_output.getvalue() == ""
-    return answers
+    return asyncio.run(converse())
 
 
 def test_an_assistant_searches_like_the_library(index, conversation):
@@ -95,8 +86,7 @@ def test_an_assistant_gets_the_message_of_a_refusal_and_knows_all_arguments(
         assert result.is_error, (name, given)
         assert len(text) > 20, text
         assert "Traceback" not in text
-        # an unknown argument
-        assert ("limit\n" in text) == ("limit" in given)
+        assert ("limit\n" in text) == ("limit" in given), "an unknown argument"
 
 
 def test_an_assistant_sees_the_current_snapshot(conversation):
