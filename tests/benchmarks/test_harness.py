@@ -62,7 +62,8 @@ def test_each_result_is_printed_and_saved_and_a_failed_run_fails_alone(tmp_path)
         say,
         report_folder=tmp_path / "out",
     )
-    assert saved[0], "the cold result was saved before the warm one was there"
+    # the cold result was saved before the warm one was there
+    assert saved[0]
     begin = "1/2, 0 min left: bf16, random, ours, cold: "
     assert any(line.startswith(begin) for line in said)
     rows = {(row["subject"], row["case"]): row for row in report["rows"]}
@@ -141,4 +142,5 @@ def test_a_row_has_the_median_and_the_ratio_to_runs_of_the_same_turn():
     assert (peer["values"]["GB/s"], peer["ratio"]) == (75, 2.5)
     assert peer["problems"] == ["not cold"]
     assert device["ratio"] == 0.1
-    assert [*faster(rows, "ours")] == [], "the device is no library"
+    # the device is no library
+    assert [*faster(rows, "ours")] == []

@@ -82,7 +82,7 @@ def full_data(tmp_path_factory):
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_listed_command_is_a_command_of_this_version(name, full_data, tmp_path):
-    lines: list[str] = []
+    lines = []
     table = measured(
         EXPERIMENTS[name], Study(full_data, tmp_path, lines.append, listing=True)
     )
@@ -118,7 +118,7 @@ def test_missing_data_are_named_with_their_remedy_and_what_is_no_experiment_is_r
 def test_a_step_runs_once_also_in_a_moved_folder_and_a_failed_step_runs_again(
     tmp_path, monkeypatch
 ):
-    lines: list[str] = []
+    lines = []
     answers = iter([(0, '{"x": 1}'), (2, "")])
 
     def run(words, **_):

@@ -34,11 +34,7 @@ def panned(frames, width=96, height=64):
     ]
 
 
-def clip(
-    frames,
-    kind=KINDS["mp4"],
-    **options,
-):
+def clip(frames, kind=KINDS["mp4"], **options):
     """Encode `frames` at 10 frames per second with a key frame every 6 frames.
     `kind` is (container, codec, pixels).
     """

@@ -28,7 +28,6 @@ WORDS = [
     ",",
     "##s",
 ]
-State = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,9 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -46,8 +44,6 @@ from storage_formats.format.rows import TIMING_COLUMNS
 from storage_formats.format.tombstones import live_rows
 from tests.faults.crash_states import (
     Disk,
-    Operation,
-    Tree,
     read_log,
     read_tree,
     write_tree,
@@ -141,7 +137,7 @@ _CHANGES_AGAIN = (
 _SEVERAL_CHANGES = ("erase", "gc", "repair")
 
 
-def call(*words: object) -> tuple[int, str]:
+def call(*words):
     """Exit code and output of `edje-index WORDS` in this process."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
@@ -149,7 +145,7 @@ def call(*words: object) -> tuple[int, str]:
     return code, output.getvalue()
 
 
-def make_inputs(folder: Path) -> None:
+def make_inputs(folder):
     """Write the model and the images and arrays that commands read to `folder`."""
     make_photos(folder / "photos", 8)
     for name, first, stop in (("more", 9, 13), ("late", 13, 16)):
@@ -165,7 +161,7 @@ def make_inputs(folder: Path) -> None:
     np.save(folder / "embeddings.npy", rng.standard_normal((6, 8), dtype=np.float32))
 
 
-def make_indexes(folder: Path, names: Iterable[str]) -> None:
+def make_indexes(folder, names):
     """Make those of `names` that are indexes of INDEXES."""
     for name in names:
         if name in INDEXES and not (folder / name).exists():
@@ -179,7 +175,7 @@ def make_indexes(folder: Path, names: Iterable[str]) -> None:
                 path.write_bytes(path.read_bytes()[:-1] + b"?")
 
 
-def view(root: Path) -> str | None:
+def view(root):
     """What readers of the index see: kinds of the snapshots, and a digest of the
     last. None if there is no index.
     """
@@ -187,7 +183,7 @@ def view(root: Path) -> str | None:
         return None
     opened = CommittedIndex.open(root)
     kinds = [entry.kind for entry in history(root)]
-    seen: list[Any] = [live_rows(opened).tolist(), kinds[-1], opened.manifest.ann]
+    seen = [live_rows(opened).tolist(), kinds[-1], opened.manifest.ann]
     seen.append(read_rows(root).drop_columns(list(TIMING_COLUMNS)).to_pylist())
     for name in opened.manifest.spec.precisions:
         try:
@@ -198,7 +194,7 @@ def view(root: Path) -> str | None:
     return f"{kinds} {hashlib.sha256(repr(seen).encode()).hexdigest()[:8]}"
 
 
-def names(root: Path) -> set[str]:
+def names(root):
     """The files of the index, without the checksums in names. Shard tables may stay
     for readers, and the hashes of inputs are written again when they are needed.
     """
@@ -215,7 +211,7 @@ class Bench:
     folder: Path
     name: str
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         before, words = CASES[self.name]
         make_indexes(self.folder, [before, *words.split()])
         self.disk = self.folder / "disk"
@@ -224,7 +220,7 @@ class Bench:
         self.words = [
             str(self.index) if word == "INDEX" else word for word in words.split()
         ]
-        self.start: Tree = {}
+        self.start = {}
         if before:
             tree = read_tree(self.folder / before)
             self.start = {
@@ -243,22 +239,16 @@ class Bench:
         disk = Disk(self.start)
         for operation in self.operations:
             disk.apply(operation)
-        assert disk.tree() == read_tree(self.disk), "an operation was not recorded"
-        self.read_before = dict[int, tuple[str | None, list[Problem]]]()
+        # every operation was recorded
+        assert disk.tree() == read_tree(self.disk)
+        self.read_before = {}
 
-    def place(self, tree: Tree) -> None:
+    def place(self, tree):
         shutil.rmtree(self.disk, ignore_errors=True)
         self.disk.mkdir()
         write_tree(tree, self.disk)
 
-    def run(
-        self,
-        words: list[str],
-        kind: int,
-        operations: tuple[str, ...] = (),
-        error: int = 0,
-        at: int = 0,
-    ) -> tuple[int, str]:
+    def run(self, words, kind, operations=(), error=0, at=0):
         """Exit code and output of a command. Its operations are logged, and one of
         them may fail.
         """
@@ -273,7 +263,7 @@ class Bench:
             self.shim.faults_arm(b"", COUNT, 0, ctypes.c_long(0), b"", -1)
             os.close(log)
 
-    def crashes(self, most: int | None = None, only: str = "") -> dict[str, Any]:
+    def crashes(self, most=None, only=""):
         """Check what a power cut may leave after each operation, or those whose line
         has the pattern `only`.
 
@@ -281,9 +271,7 @@ class Bench:
         """
         return self.check_states(self.start, self.operations, most, only)
 
-    def recoveries(
-        self, starts: int, most: int | None = None, only: str = ""
-    ) -> dict[str, Any]:
+    def recoveries(self, starts, most=None, only=""):
         """Check what a second power cut may leave, while the command runs again in
         `starts` of the states of `crashes`.
 
@@ -291,8 +279,8 @@ class Bench:
         the first run.
         """
         chosen = [*self.states(self.start, self.operations, only).values()]
-        counts: Counter[str] = Counter()
-        problems: list[str] = []
+        counts = Counter()
+        problems = []
         for number, tree in random.Random(1).sample(chosen, min(starts, len(chosen))):
             self.place(tree)
             words = self.words_again(view(self.index))
@@ -310,14 +298,12 @@ class Bench:
             counts += Counter(answer)
         return {**counts, "problems": problems}
 
-    def states(
-        self, start: Tree, operations: list[Operation], only: str
-    ) -> dict[Any, tuple[int, Tree]]:
+    def states(self, start, operations, only):
         """The different states of the disk after each of `operations`, and what
         readers may see: `self.views`.
         """
         disk = Disk(start)
-        states = dict[Any, tuple[int, Tree]]()
+        states = {}
         for number, operation in enumerate(operations):
             disk.apply(operation)
             matches = re.search(only, f"{operation.name} {operation.path}")
@@ -333,9 +319,7 @@ class Bench:
                 self.views.append(view(self.index))
         return states
 
-    def check_states(
-        self, start: Tree, operations: list[Operation], most: int | None, only: str = ""
-    ) -> dict[str, Any]:
+    def check_states(self, start, operations, most, only=""):
         """Two states are equal to a run that opens none of the staged files whose
         contents differ.
         """
@@ -345,7 +329,7 @@ class Bench:
             chosen = random.Random(0).sample(chosen, most)
         problems = []
         runs = 0
-        known: dict[Any, list[tuple[Tree, str | None]]] = {}
+        known = {}
         for number, tree in chosen:
             is_last = number == len(operations) - 1
             staged = {
@@ -388,9 +372,7 @@ class Bench:
             "problems": problems,
         }
 
-    def errors(
-        self, fault: str, most: int | None = None, only: str = ""
-    ) -> dict[str, Any]:
+    def errors(self, fault, most=None, only=""):
         """Let operations meet a fault, one in each run. For `most` and `only`, see
         `crashes`.
         """
@@ -426,7 +408,7 @@ class Bench:
                 )
         return {"count": count, "problems": problems}
 
-    def wrong_end(self, code: int, output: str) -> str | None:
+    def wrong_end(self, code, output):
         errors = [line for line in output.splitlines() if line.startswith("error:")]
         found_damage = (
             self.name == "repair"
@@ -452,7 +434,7 @@ class Bench:
             return "the change took effect, but the error does not say so"
         return None
 
-    def problem(self, views: list[str | None] | None) -> str | None:
+    def problem(self, views):
         """What is wrong with the index, or with it after the command ran again."""
         try:
             seen, damage = self.read()
@@ -475,7 +457,7 @@ class Bench:
         except (EdjeError, OSError) as error:
             return repr(error)
 
-    def words_again(self, seen: str | None) -> list[str]:
+    def words_again(self, seen):
         """The command that finishes what a crash left, if readers see `seen`."""
         return (
             ["gc", str(self.index)]
@@ -483,7 +465,7 @@ class Bench:
             else self.words
         )
 
-    def read(self, *, strictly: bool = False) -> tuple[str | None, list[Problem]]:
+    def read(self, *, strictly=False):
         """What readers see, and damage. Leftovers are no damage, unless `strictly`.
         Equal indexes are read once.
         """
@@ -514,13 +496,13 @@ class Bench:
         return self.read_before[key]
 
 
-def serve(shim: ctypes.CDLL, folder: Path) -> None:
+def serve(shim, folder):
     """Answer requests until standard input ends."""
     os.chdir(folder)
     # equal changes then write equal files
     change.now = lambda: "2026-01-01T00:00:00+00:00"
     make_inputs(folder)
-    benches: dict[str, Bench] = {}
+    benches = {}
     for line in sys.stdin:
         request = json.loads(line)
         name = request.pop("name")

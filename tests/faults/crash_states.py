@@ -10,16 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-
-Tree = dict[str, bytes | None]
-"""Contents of a folder: bytes of each file, None for each directory, by relative
-path. Parents come first.
-"""
-Slot = tuple[int, str]
-"""A name in a directory, which is a node."""
 
 SECTOR = 512
 PAGE = 4096
@@ -28,8 +19,10 @@ _EVERY_SUBSET = 5
 _DRAWS = 8
 
 
-def read_tree(folder: Path) -> Tree:
-    """Contents of `folder`."""
+def read_tree(folder):
+    """The contents of `folder`, a tree: bytes of each file, None for each directory, by
+    relative path. Parents come first.
+    """
     paths = sorted(folder.rglob("*"))
     return {
         str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes()
@@ -37,7 +30,7 @@ def read_tree(folder: Path) -> Tree:
     }
 
 
-def write_tree(tree: Tree, folder: Path) -> None:
+def write_tree(tree, folder):
     """Write `tree` to the empty `folder`."""
     for name, data in tree.items():
         if data is None:
@@ -57,7 +50,7 @@ class Operation:
     data: bytes
 
 
-def read_log(log: bytes, folder: Path) -> list[Operation]:
+def read_log(log, folder):
     """The operations that shim.c recorded below `folder`."""
     operations = []
     at = 0
@@ -82,13 +75,13 @@ def read_log(log: bytes, folder: Path) -> list[Operation]:
 class Disk:
     """A file system with contents `tree`, all durable."""
 
-    def __init__(self, tree: Tree) -> None:
-        self._now: dict[Slot, int] = {}
-        self._durable: dict[Slot, int] = {}
-        self._pending: list[dict[Slot, int | None]] = []
+    def __init__(self, tree):
+        self._now = {}
+        self._durable = {}
+        self._pending = []
         self._directories = {0}
-        self._contents: dict[int, bytes] = {}
-        self._synced: dict[int, bytes] = {}
+        self._contents = {}
+        self._synced = {}
         self._nodes = 0
         for name, data in tree.items():
             self.apply(
@@ -100,7 +93,7 @@ class Disk:
         self._synced = dict(self._contents)
         self._pending = []
 
-    def apply(self, operation: Operation) -> None:
+    def apply(self, operation):
         """Carry out an operation that succeeded. Raises KeyError if it cannot have
         succeeded in this state.
         """
@@ -138,11 +131,11 @@ class Disk:
                 data[:offset] + operation.data + data[offset + len(operation.data) :]
             )
 
-    def tree(self) -> Tree:
+    def tree(self):
         """What processes see now."""
         return self._tree(self._now, self._contents)
 
-    def states(self) -> Iterator[Tree]:
+    def states(self):
         """What the disk may hold if the power is cut now. States may come repeatedly.
 
         Every subset of up to five pending operations on names survives; of more, none,
@@ -166,11 +159,11 @@ class Disk:
             for data in _torn(self._synced[node], self._contents[node]):
                 yield self._tree(self._now, {**self._contents, node: data})
 
-    def _subsets(self) -> set[frozenset[int]]:
+    def _subsets(self):
         """Sets of pending operations that may survive. One survives only with all
         earlier ones on the same names.
         """
-        needs: list[frozenset[int]] = []
+        needs = []
         for number, operation in enumerate(self._pending):
             earlier = (
                 needs[each]
@@ -203,18 +196,18 @@ class Disk:
             for numbers in chosen
         }
 
-    def _slot(self, path: str) -> Slot:
+    def _slot(self, path):
         *folders, name = path.split("/")
         node = 0
         for folder in folders:
             node = self._now[node, folder]
         return node, name
 
-    def _change(self, entries: dict[Slot, int | None]) -> None:
+    def _change(self, entries):
         self._pending.append(entries)
         _enter(self._now, entries)
 
-    def _flush_directory(self, node: int) -> None:
+    def _flush_directory(self, node):
         """Make the pending operations on entries of a directory durable, and
         earlier ones on the same names.
         """
@@ -231,13 +224,13 @@ class Disk:
             _enter(self._durable, operation)
         self._pending = kept[::-1]
 
-    def _tree(self, entries: dict[Slot, int], contents: dict[int, bytes]) -> Tree:
-        children: dict[int, list[tuple[str, int]]] = {}
+    def _tree(self, entries, contents):
+        children = {}
         for (folder, name), node in entries.items():
             children.setdefault(folder, []).append((name, node))
-        tree: Tree = {}
+        tree = {}
 
-        def add(folder: int, prefix: str) -> None:
+        def add(folder, prefix):
             for name, node in children.get(folder, ()):
                 if node in self._directories:
                     tree[prefix + name] = None
@@ -249,7 +242,7 @@ class Disk:
         return tree
 
 
-def _enter(entries: dict[Slot, int], operation: dict[Slot, int | None]) -> None:
+def _enter(entries, operation):
     for slot, node in operation.items():
         if node is None:
             entries.pop(slot, None)
@@ -257,7 +250,7 @@ def _enter(entries: dict[Slot, int], operation: dict[Slot, int | None]) -> None:
             entries[slot] = node
 
 
-def _torn(old: bytes, new: bytes) -> Iterable[bytes]:
+def _torn(old, new):
     """What a file may hold whose contents change from `old` to `new`."""
     old = old[: len(new)]
     under = old.ljust(len(new), b"\0")

@@ -5,8 +5,6 @@ After each of them, readers see the index before or after the change, `verify` f
 damage, and the same command brings the index to the state of an undisturbed run.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess
@@ -154,6 +152,7 @@ def test_the_model_loses_what_was_not_flushed():
     assert {"a": b""} in states_after(*new, rename)
     flushed = states_after(*new, flush, rename)
     assert all(state["a"] in (b"old", b"new") for state in flushed)
-    assert {"a": b"old"} in flushed, "the directory was not flushed"
+    # the directory was not flushed
+    assert {"a": b"old"} in flushed
     durable = states_after(*new, flush, rename, ("fsync", "", "-", b""))
     assert durable == [{"a": b"new"}]

@@ -5,8 +5,6 @@ After each fault, readers see the index before or after the copy, `verify` finds
 damage, and the same copy ends as an undisturbed one.
 """
 
-from __future__ import annotations
-
 import itertools
 import shutil
 from collections import Counter
@@ -77,7 +75,7 @@ def test_every_request_of_a_copy_meets_every_fault(
     monkeypatch.setattr(objects, "_RETRIES", 1)
     # After a cut, the claim stays. It is that of a process that has ended.
     monkeypatch.setattr(prefix, "_runs", lambda pid, started: False)
-    counts: Counter[str] = Counter()
+    counts = Counter()
     with s3_server() as server, FaultyProxy(server).running() as proxy:
 
         def copy_with(fault, at, name):

@@ -2,8 +2,6 @@
 without a promise it is refused by name. Both leave an index that every reader accepts.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import mmap
@@ -52,7 +50,7 @@ def failing(monkeypatch, module, name, number, applies=lambda *_: True):
     list that gets an item per failure.
     """
     real = getattr(module, name)
-    failures: list[int] = []
+    failures = []
 
     def call(*arguments, **named):
         if not applies(*arguments):

@@ -2,20 +2,15 @@
 much memory ends only the child.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os
 import signal
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 SECONDS = 60
 
 
-def in_child(load: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
+def in_child(load, path):
     """What `load` returns in a child process, or how the process ended."""
     # a collection in the child would copy all memory of this process
     gc.freeze()

@@ -7,15 +7,11 @@ kind, and the child may take 1 GB more. Prints a line of JSON for each path: the
 of each way to load it, or the signal that ended the child.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from edje_index import load_published_checkpoint, read_bundle_info
 from edje_index.bundles.bundle import ModelBundle
@@ -27,7 +23,7 @@ from tests.hostile.child import in_child
 MORE_ADDRESS_SPACE = 1 << 30
 
 
-def outcome(load: Callable[[], Any]) -> str:
+def outcome(load):
     """Whether the model was loaded, or the expected error."""
     try:
         load()
@@ -36,7 +32,7 @@ def outcome(load: Callable[[], Any]) -> str:
     return "loaded"
 
 
-def load_bundle(path: Path) -> dict[str, str]:
+def load_bundle(path):
     return {
         "bundle": outcome(lambda: ModelBundle.load(path)),
         "encoder": outcome(lambda: ImageEncoder.open(path, device="cpu")),
@@ -44,7 +40,7 @@ def load_bundle(path: Path) -> dict[str, str]:
     }
 
 
-def load_checkpoint(path: Path) -> dict[str, str]:
+def load_checkpoint(path):
     return {
         "checkpoint": outcome(
             lambda: load_published_checkpoint(
@@ -54,7 +50,7 @@ def load_checkpoint(path: Path) -> dict[str, str]:
     }
 
 
-def limited(load: Callable[[Path], dict[str, str]], path: Path) -> dict[str, str]:
+def limited(load, path):
     """Call `load` with at most `MORE_ADDRESS_SPACE` beside the memory that this
     process has.
     """

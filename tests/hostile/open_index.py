@@ -7,14 +7,10 @@ ended. This process opens the index SOUND first, so that no child has to import 
 compile anything.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from edje_index.indexing.faiss_index import AnnIndex
 from storage_formats import EdjeError, Manifest, TokenStore, read_rows, verify_index
@@ -26,7 +22,7 @@ from tests.hostile.child import in_child
 ADDRESS_SPACE = 1 << 30
 
 
-def outcome(action: Callable[[], Any]) -> Any:
+def outcome(action):
     """The result of `action`, or the name and message of the expected error that it
     raised.
     """
@@ -36,8 +32,8 @@ def outcome(action: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def open_index(root: Path) -> dict[str, Any]:
-    def embeddings() -> list[int]:
+def open_index(root):
+    def embeddings():
         spec = Manifest.load(root).spec
         read_shard_embeddings(Layout(root), spec, 0)
         return list(read_embeddings(CommittedIndex.open(root), [0]).shape)

@@ -2,8 +2,6 @@
 whatever opens it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ memory and time.
 It runs no code of theirs and asks no hub.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -324,7 +322,8 @@ def load_all(arguments, folder):
         env={**environment(), **hub, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert not list(folder.rglob("marker")), "code of a stranger ran"
+    # no code of a stranger ran
+    assert not list(folder.rglob("marker"))
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

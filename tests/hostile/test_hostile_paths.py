@@ -2,8 +2,6 @@
 its directory are refused by every reader, before a file is opened.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import operator

@@ -42,6 +42,7 @@ from models.embedding import (
     train_heads,
 )
 from models.make import pack_model
+from tests.storage_formats.reading_cases import flip
 
 COLOURS = {
     "red": (200, 30, 30),
@@ -177,8 +178,6 @@ def test_a_packed_bundle_is_restored(towers, tmp_path):
     ]
     torch.testing.assert_close(*scores, atol=1e-3, rtol=0)
 
-    tensors = bytearray((tmp_path / "packed" / TENSORS_FILE).read_bytes())
-    tensors[-1] ^= 1
-    (tmp_path / "packed" / TENSORS_FILE).write_bytes(tensors)
+    flip(tmp_path / "packed" / TENSORS_FILE, -1)
     with pytest.raises(ModelError, match="has changed since the bundle was made"):
         unpack_model(tmp_path / "packed", bases, tmp_path / "damaged")

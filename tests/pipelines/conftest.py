@@ -1,23 +1,15 @@
 """Fixtures for the tests of the pipelines: generated photos and a tiny model."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from pipelines.jobs.build import BuildResult, build_index
+from pipelines.jobs.build import build_index
 from pipelines.progress.events import (
-    Event,
     JobStopped,
-    OnEvent,
     Progress,
-    ShouldStop,
     ignore,
     never,
 )
@@ -41,20 +33,16 @@ INLINE = [
 SMALL = IndexSpec(21, 8, (2, 8), 4, precisions=("bf16", "fp8"))
 
 
-def run_build(
-    request: Any, on_event: OnEvent = ignore, should_stop: ShouldStop = never
-) -> BuildResult:
+def run_build(request, on_event=ignore, should_stop=never):
     """Build the index that `request` describes."""
     return build_index(**vars(request), on_event=on_event, should_stop=should_stop)
 
 
-def stop_after_one_shard(
-    job: Callable[..., object], *arguments: object, **options: object
-) -> None:
+def stop_after_one_shard(job, *arguments, **options):
     """Call `job`, and stop it once a shard is finished."""
     finished = []
 
-    def note(event: Event) -> None:
+    def note(event):
         if isinstance(event, Progress) and event.finished_shards:
             finished.append(event)
 
@@ -62,7 +50,7 @@ def stop_after_one_shard(
         job(*arguments, **options, on_event=note, should_stop=lambda: bool(finished))
 
 
-def write_photo(path: Path, seed: int) -> None:
+def write_photo(path, seed):
     """A small JPEG; equal seeds give equal bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(seed).integers(0, 255, (24, 32, 3), dtype=np.uint8)
@@ -96,7 +84,7 @@ def photos(tmp_path):
 def config(tmp_path, photos, tiny_bundle):
     """Makes a request to build `photos` in shards of four rows, with changes."""
 
-    def make(**changes: object) -> SimpleNamespace:
+    def make(**changes):
         settings = {
             "sources": (str(photos),),
             "out": tmp_path / "index",

@@ -40,7 +40,7 @@ class UnpicklableError(Exception):
 class FileWorker:
     """Appends a line to `folder`/<name> for each attempt at a task."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder):
         self.folder = Path(folder)
         (self.folder / f"worker-{os.getpid()}").touch()
 

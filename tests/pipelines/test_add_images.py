@@ -1,6 +1,6 @@
 """Images of the caller get rows under names of the caller."""
 
-from __future__ import annotations
+import shutil
 
 import pytest
 from PIL import Image
@@ -12,13 +12,18 @@ from tests.conftest import same_bits
 from tests.edje_index.search.indexes import build_photos, photo
 
 
-def test_images_are_added_and_replaced_by_name(tmp_path):
-    root = build_photos(tmp_path)[0]
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    return build_photos(tmp_path_factory.mktemp("added"))[0]
+
+
+def test_images_are_added_and_replaced_by_name(built, tmp_path):
+    root = shutil.copytree(built, tmp_path / "index")
     damaged = {"exif": b"Exif\0\0garbage", "xmp": b"\xff", "lossless": True}
     Image.linear_gradient("L").save(tmp_path / "new.webp", **damaged)
     append_index(root, tmp_path / "new.webp", engine="inline")
     other = Image.open(tmp_path / "new.webp")
-    images = [other, photo(root, 3).read_bytes()]
+    images = [other, photo(built, 3).read_bytes()]
     columns = [{"captions": ["a red canoe"], "rating": 5}, {}]
     added = add_images(root, images, ["one", "two"], columns)
     index = TokenIndex.open(root)
@@ -30,7 +35,7 @@ def test_images_are_added_and_replaced_by_name(tmp_path):
     (row,) = read_rows(root, [24], ["rating", "uri"]).to_pylist()
     assert row == {"rating": 5, "uri": "one"}
     replaced = add_images(
-        root, [photo(root, 7), other], ["one", "three"], [{"captions": ["a lake"]}, {}]
+        root, [photo(built, 7), other], ["one", "three"], [{"captions": ["a lake"]}, {}]
     )
     assert (replaced.new, replaced.changed, replaced.deleted) == (1, 1, 1)
     assert index.refresh() == 3
@@ -40,15 +45,14 @@ def test_images_are_added_and_replaced_by_name(tmp_path):
     assert compact_index(root, tmp_path / "dense").rows == 16
 
 
-def test_if_an_image_fails_nothing_changes(tmp_path):
-    root = build_photos(tmp_path)[0]
+def test_if_an_image_fails_nothing_changes(built):
     image = Image.new("RGB", (32, 32))
     for images, uris, message in [
         ([image, b"no image"], ["one", "two"], "two .*not-an-image"),
-        ([image, root / "none.jpg"], ["one", "two"], "two .*No such file"),
+        ([image, built / "none.jpg"], ["one", "two"], "two .*No such file"),
         ([image, image], ["one", "one"], r"2 uris \(1 different\)"),
     ]:
         with pytest.raises(UsageError, match=message):
-            add_images(root, images, uris)
-        assert not (root / "build/journal.json").exists()
-    assert TokenIndex.open(root).manifest.snapshot.number == 0
+            add_images(built, images, uris)
+        assert not (built / "build/journal.json").exists()
+    assert TokenIndex.open(built).manifest.snapshot.number == 0

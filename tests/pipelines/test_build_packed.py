@@ -1,11 +1,8 @@
 """Builds and retries of images in archives and Parquet files, and of clips."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,7 +27,7 @@ def packed(tmp_path, photos):
     return folder
 
 
-def _pack(photos: Path, folder: Path) -> None:
+def _pack(photos, folder):
     names = sorted(path.name for path in photos.glob("*.jpg"))
     subprocess.run(
         ["tar", "-C", photos, "-czf", folder / "a.tar.gz", *names], check=True
@@ -100,7 +97,7 @@ def request_clips(config, clips):
     return lambda **changes: config(**{**settings, **changes})
 
 
-def by_name(root: Path) -> dict[str, dict[str, Any]]:
+def by_name(root):
     return {Path(row["uri"]).name: row for row in read_rows(root).to_pylist()}
 
 
@@ -156,7 +153,7 @@ def test_changes_keep_the_number_of_frames(request_clips, clips, tmp_path):
     assert (updated.vanished, updated.failed, updated.changed) == (1, 1, 1)
 
 
-def _same_blocks(left: Path, right: Path, prefix: str, names: list[str]) -> None:
+def _same_blocks(left, right, prefix, names):
     """The rows `prefix + name` of the left index have the tokens of `name` in the
     right one.
     """

@@ -1,7 +1,5 @@
 """Builds that stop at trouble outside their images and resume, also over damage."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -20,6 +18,7 @@ from storage_formats.format.layout import Layout
 from storage_formats.format.places import Directory
 from storage_formats.format.rows import read_rows
 from tests.pipelines.conftest import INLINE, run_build, stop_after_one_shard
+from tests.storage_formats.reading_cases import flip
 
 
 def finished_before(config):
@@ -36,8 +35,7 @@ def finished_before(config):
 def test_a_list_of_inputs_that_was_damaged_or_lost_is_one_clear_error(config, is_lost):
     stop_after_one_shard(run_build, config())
     path = Directory(config().out).input_list(0)
-    data = path.read_bytes()
-    path.write_bytes(data[:40] + bytes([data[40] ^ 1]) + data[41:])
+    flip(path, 40)
     if is_lost:
         path.unlink()
     with pytest.raises(JobStopped, match=r"the list of inputs .*0\.parquet"):

@@ -2,8 +2,6 @@
 every request, with two writers, and on servers that cannot be trusted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json
@@ -60,16 +58,16 @@ def remote(index, folder):
     return folder
 
 
-def build_files() -> list[str]:
+def build_files():
     keys = ObjectFolder.open(URL).list_sizes()
     return [key for key in keys if key.startswith("build/")]
 
 
-def put(folder: ObjectFolder, key: str, data: bytes) -> None:
+def put(folder, key, data):
     folder.put(key, lambda: [data], length=len(data), metadata={})
 
 
-def import_to(out, **options) -> None:
+def import_to(out, **options):
     """Import arrays of the shape of `index`."""
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as name:
@@ -79,18 +77,18 @@ def import_to(out, **options) -> None:
         import_arrays(*paths, out, **options)
 
 
-def stored(folder: ObjectFolder) -> dict[str, bytes]:
+def stored(folder):
     return {key: folder.read(key, 1 << 30).data for key in folder.list_sizes()}
 
 
-def restore(folder: ObjectFolder, files: dict[str, bytes]) -> None:
+def restore(folder, files):
     if keys := sorted(folder.list_sizes()):
         folder.delete(keys)
     for key, data in files.items():
         put(folder, key, data)
 
 
-def contents(location) -> tuple[object, ...]:
+def contents(location):
     """What a reader finds."""
     with TokenStore.open(location) as store:
         row_ids = store.row_ids()
@@ -99,7 +97,7 @@ def contents(location) -> tuple[object, ...]:
     return row_ids.tolist(), blocks.tobytes(), rows
 
 
-def expire(folder: ObjectFolder) -> None:
+def expire(folder):
     """Let the claim of a killed process expire."""
     if CLAIM in folder.list_sizes():
         claim = json.loads(folder.read(CLAIM, 1 << 20).data)
@@ -176,7 +174,7 @@ class Requests:
     no later request either if `is_dead`. If `is_done`, request number `last` is done.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.count = 0
         self.last = 1 << 30
         self.is_done = False
@@ -199,13 +197,13 @@ class Requests:
 
         monkeypatch.setattr(ObjectFolder, "_repeated", request)
 
-    def end_after(self, number: int, *, is_done: bool, is_dead: bool = True) -> None:
+    def end_after(self, number, *, is_done, is_dead=True):
         self.count = 0
         self.last = number
         self.is_done = is_done
         self.is_dead = is_dead
 
-    def go_on(self) -> None:
+    def go_on(self):
         self.last = 1 << 30
 
 

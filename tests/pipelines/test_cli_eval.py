@@ -2,8 +2,6 @@
 counted by hand.
 """
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -64,7 +62,7 @@ def arguments(world, *options):
     return ["eval", world / "index", captions, "--device", "cpu", *options]
 
 
-def captions_of(world, splits) -> list[tuple[int, str]]:
+def captions_of(world, splits):
     """(row that the caption is about, caption) of the indexed images; names are row
     ids here.
     """

@@ -1,11 +1,7 @@
 """Collections as phones, NAS and data sets have them."""
 
-from __future__ import annotations
-
 import io
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pillow_heif
@@ -14,7 +10,7 @@ from PIL import Image
 
 from edje_index.inputs.thumbnails import read_thumbnails
 from edje_index.search.rows import IndexRows
-from pipelines import BuildResult, append_index, update_index
+from pipelines import append_index, update_index
 from pipelines.sources import Patterns, open_sources
 from storage_formats import EdjeError, UsageError, read_rows, verify_index
 from storage_formats.format.manifest import CommittedIndex
@@ -23,14 +19,14 @@ from tests.pipelines.conftest import run_build, stop_after_one_shard, write_phot
 JPEG_XL = b"\xff\x0a" + bytes(100)
 
 
-def build_and_listen(request: Any) -> tuple[BuildResult, list[str]]:
+def build_and_listen(request):
     """The result and the messages of a build."""
-    events: list[Any] = []
+    events = []
     result = run_build(request, events.append)
     return result, [event.text for event in events if hasattr(event, "text")]
 
 
-def sideways(seed: int) -> Image.Image:
+def sideways(seed):
     """A photo of 24 x 32 pixels, red above and blue below, stored on its side."""
     pixels = np.zeros((32, 24, 3), np.uint8)
     pixels[:16, :, 0] = 255
@@ -39,7 +35,7 @@ def sideways(seed: int) -> Image.Image:
     return Image.fromarray(pixels).rotate(90, expand=True)
 
 
-def write_phone(folder: Path, heics: int, jpegs: int) -> None:
+def write_phone(folder, heics, jpegs):
     exif = Image.Exif()
     exif[0x0112] = 6
     (folder / "DCIM").mkdir(parents=True)

@@ -19,9 +19,7 @@ print(paused, gc.isenabled(), gc.get_freeze_count() >= 100_000)
 
 
 @pytest.mark.parametrize("owned", [True, False])
-def test_what_was_imported_is_never_visited_in_a_process_of_our_own(
-    owned,
-):
+def test_what_was_imported_is_never_visited_in_a_process_of_our_own(owned):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(owned=owned)],
         capture_output=True,

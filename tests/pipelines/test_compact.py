@@ -2,11 +2,8 @@
 holds afterwards.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -45,6 +42,7 @@ from tests.conftest import (
     write_random_index,
 )
 from tests.pipelines.conftest import SMALL
+from tests.storage_formats.reading_cases import flip
 
 SPEC = replace(SMALL, rows=37)
 # duplicates of row 0
@@ -101,12 +99,6 @@ def test_without_a_name_the_new_index_lies_beside_the_old_one(
         compact_index("s3://bucket/photos.edje")
     monkeypatch.chdir(tmp_path)
     assert compact_path("v2.edje/") == tmp_path / "v2-compact.edje"
-
-
-def flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("job", ["compact", "erase"])
@@ -188,7 +180,7 @@ def test_no_file_holds_what_was_erased(index):
     assert delete_rows(root, rows=[3], erase=True).snapshot == number
 
 
-def holders(root: Path, needle: bytes) -> list[str]:
+def holders(root, needle):
     """The files that hold the bytes `needle`. Columns of Parquet files are compared as
     text, because they are compressed.
     """
@@ -206,7 +198,7 @@ def holders(root: Path, needle: bytes) -> list[str]:
 def test_a_reader_ends_an_erasure_that_was_killed_after_its_commit(index, monkeypatch):
     root, blocks = index
 
-    def killed(layout: Directory) -> None:
+    def killed(layout):
         if layout.erased.exists():
             raise OSError(5, "killed")
 

@@ -1,7 +1,5 @@
 """Copies of an index between directories: what is copied, resumed, and refused."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess
@@ -40,7 +38,7 @@ def index(tmp_path):
     return tmp_path / "photos.edje"
 
 
-def contents(root: Path) -> dict[str, bytes]:
+def contents(root):
     """The bytes of every file of an index, without earlier snapshots and the lock."""
     return {
         path.as_posix(): data
@@ -49,7 +47,7 @@ def contents(root: Path) -> dict[str, bytes]:
     }
 
 
-def check_equal(index: Path, url: str) -> None:
+def check_equal(index, url):
     """The index at `url` has the same files as the directory `index`."""
     back = Path(tempfile.mkdtemp(dir=index.parent)) / "back"
     copy_index(url, back)

@@ -2,8 +2,6 @@
 and disturbed requests.
 """
 
-from __future__ import annotations
-
 import itertools
 import signal
 import subprocess

@@ -1,9 +1,6 @@
 """Edits of columns: what is set, what reads it, and what undoes it."""
 
-from __future__ import annotations
-
 import datetime
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -40,13 +37,13 @@ def index(tmp_path):
     return root
 
 
-def column(root: Path, name: str) -> dict[int, object]:
+def column(root, name):
     """The values of a column by row id, without nulls."""
     rows = read_rows(root, columns=["row_id", name]).to_pylist()
     return {row["row_id"]: row[name] for row in rows if row[name] is not None}
 
 
-def passing(root: Path, where: str) -> list[int]:
+def passing(root, where):
     return np.flatnonzero(IndexRows(CommittedIndex.open(root)).passing(where)).tolist()
 
 

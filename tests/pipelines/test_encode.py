@@ -1,11 +1,8 @@
 """Shards that two threads encode at once with one encoder, as on a GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +13,7 @@ from storage_formats.format.manifest import CommittedIndex
 from tests.pipelines.conftest import run_build, stop_after_one_shard, write_photo
 
 
-def stored_files(root: Path) -> dict[str, bytes]:
+def stored_files(root):
     return {
         str(path.relative_to(root)): path.read_bytes()
         for folder in ("tokens", "embeddings", "checksums")

@@ -2,10 +2,7 @@
 Face Hub.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,7 +28,7 @@ from tests.edje_index.bundles.test_published_layouts import (
 )
 from tests.edje_index.siglip_cases import TOWERS
 from tests.edje_index.towers import clip_config, random_clip
-from tests.hub_server import TOKEN, Hub, hub_server
+from tests.hub_server import TOKEN, hub_server
 from tests.pipelines.conftest import write_photo
 from tests.pipelines.test_copy import contents
 
@@ -51,14 +48,14 @@ def hub(tmp_path, monkeypatch):
         yield hub
 
 
-def upload(hub: Hub, folder: Path, repository: str, kind: str) -> None:
+def upload(hub, folder, repository, kind):
     """Upload a folder as `hf upload` does."""
     api = HfApi(hub.url, token=TOKEN)
     api.create_repo(repository, repo_type=kind, private=True, exist_ok=True)
     api.upload_folder(repo_id=repository, folder_path=folder, repo_type=kind)
 
 
-def test_an_index_comes_from_the_hub(index: Path, hub: Hub, tmp_path: Path) -> None:
+def test_an_index_comes_from_the_hub(index, hub, tmp_path):
     with pytest.raises(UsageError, match=f"there is no index at {URL}"):
         copy_index(URL, tmp_path / "absent")
     upload(hub, index, "owner/photos", "dataset")
@@ -75,9 +72,7 @@ def test_an_index_comes_from_the_hub(index: Path, hub: Hub, tmp_path: Path) -> N
         copy_index(URL, tmp_path / "damaged")
 
 
-def test_a_model_comes_from_the_hub(
-    tiny_bundle: Path, hub: Hub, tmp_path: Path
-) -> None:
+def test_a_model_comes_from_the_hub(tiny_bundle, hub, tmp_path):
     upload(hub, tiny_bundle, "owner/model", "model")
     files = hub.repositories["owner/model"]
     # as if the upload of the large files had failed
@@ -104,7 +99,7 @@ def test_a_model_comes_from_the_hub(
     assert not (tmp_path.parent / "escaped").exists()
 
 
-def test_errors_say_what_to_do(index: Path, hub: Hub, tmp_path, monkeypatch) -> None:
+def test_errors_say_what_to_do(index, hub, tmp_path, monkeypatch):
     upload(hub, index, "owner/photos", "dataset")
     out = tmp_path / "out"
     with pytest.raises(UsageError, match="names no repository"):
@@ -162,7 +157,8 @@ def test_the_authors_model_by_name(named, tmp_path, run):
     for hit in hits:
         relevance = 1 / (1 + np.exp(-hit["parts"]["logit"]))
         assert hit["relevance"] == pytest.approx(relevance, abs=1e-6)
-    assert TokenIndex.open(index).default_pool == 50, "the largest pool of the paper"
+    # the largest pool of the paper
+    assert TokenIndex.open(index).default_pool == 50
 
 
 def test_towers_by_name_search_by_embedding(named, tmp_path):
@@ -219,7 +215,7 @@ def test_two_downloads_at_once_leave_one_whole_model(named, tmp_path):
     """The second download runs while the first one says that it begins."""
     found = []
 
-    def find_too(line: str) -> None:
+    def find_too(line):
         found[:] = found or [find_model("edje")]
 
     assert find_model("edje", find_too) == found[0]

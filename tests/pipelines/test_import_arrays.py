@@ -2,8 +2,6 @@
 commands take.
 """
 
-from __future__ import annotations
-
 import decimal
 import shutil
 

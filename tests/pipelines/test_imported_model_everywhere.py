@@ -2,8 +2,6 @@
 from.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -20,7 +18,6 @@ from tests.pipelines.conftest import write_photo
 
 QUERY = "a red dog"
 ROWS = 5
-Ratings = list[tuple[int, float]]
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +34,12 @@ def index(tmp_path_factory):
     return TokenIndex.open(root)
 
 
-def cross_encoder(index: TokenIndex) -> Ratings:
+def cross_encoder(index):
     ranked = CrossEncoder(index).rank(QUERY, list(range(ROWS)))
     return [(each["corpus_id"], each["score"]) for each in ranked]
 
 
-def langchain(index: TokenIndex) -> Ratings:
+def langchain(index):
     pytest.importorskip("langchain_core")
     from edje_index.integrations.langchain import EdjeReranker, EdjeRetriever
 
@@ -51,7 +48,7 @@ def langchain(index: TokenIndex) -> Ratings:
     return [(each.metadata["row_id"], each.metadata["relevance"]) for each in again]
 
 
-def llama_index(index: TokenIndex) -> Ratings:
+def llama_index(index):
     pytest.importorskip("llama_index.core")
     from edje_index.integrations.llama_index import EdjeReranker, EdjeRetriever
 

@@ -2,12 +2,9 @@
 what is refused.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,11 +52,11 @@ def folder():
     return ObjectFolder.open(URL)
 
 
-def put(key: str, data: bytes, **metadata: str) -> None:
+def put(key, data, **metadata):
     ObjectFolder.open(URL).put(key, lambda: [data], length=len(data), metadata=metadata)
 
 
-def flipped(data: bytes, offset: int) -> bytes:
+def flipped(data, offset):
     return data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :]
 
 
@@ -281,7 +278,7 @@ def test_damaged_metadata_is_a_problem(local, pattern):
     assert not [each for each in problems if "cache" in each.message]
 
 
-def list_files(root: Path, lines: list, *ann: dict) -> None:
+def list_files(root, lines, *ann):
     """Let the index at `URL` list other files."""
     layout = Directory(root)
     table = write_shard_table(layout, lines)

@@ -1,11 +1,8 @@
 """Merges: the rows of every index, their new ids, duplicates, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,7 +49,7 @@ def pair(tmp_path):
     return left, right, blocks, others
 
 
-def check_part(merged: Path, part: Path, rows: list[int], first: int) -> None:
+def check_part(merged, part, rows, first):
     """The rows `rows` of the index `part` are in the merged index, with consecutive ids
     from `first` on.
     """
@@ -165,7 +162,7 @@ def test_other_refusals(pair, tmp_path):
     assert not list(tmp_path.glob("*merged*"))
 
 
-def stopping_after(calls: int):
+def stopping_after(calls):
     """Return a `ShouldStop` that returns True from the call number `calls` on."""
     counted = iter(range(10**9))
     return lambda: next(counted) >= calls

@@ -1,7 +1,5 @@
 """Paths that are not UTF-8 stay addresses, from the source to the page."""
 
-from __future__ import annotations
-
 import html
 import json
 import os
@@ -21,25 +19,25 @@ NAME = os.fsdecode(b"caf\xe9")
 FOLDER = os.fsdecode(b"\xff")
 
 
-def archive(photos: Path) -> str:
+def archive(photos):
     name = f"{NAME}.tar"
     with tarfile.open(name, "w") as tar:
         tar.add(photos / "00.jpg", os.fsdecode(b"in\xe9/0.jpg"))
     return name
 
 
-def list_of_paths(photos: Path) -> str:
+def list_of_paths(photos):
     name = f"{NAME}.txt"
     paths = sorted(Path(NAME).glob("0*.jpg"))[:3]
     Path(name).write_bytes(b"".join(os.fsencode(path) + b"\n" for path in paths))
     return name
 
 
-def pattern(photos: Path) -> str:
+def pattern(photos):
     return f"{NAME}/0[0-2].jpg"
 
 
-def one_file(photos: Path) -> str:
+def one_file(photos):
     return f"{NAME}/00.jpg"
 
 
@@ -103,7 +101,7 @@ NAMES = {
 }
 
 
-def write_archive(path: Path, photos: list[bytes], kind: str) -> None:
+def write_archive(path, photos, kind):
     """Write a photo and its caption under each of `NAMES`."""
     members = {}
     for name, photo in zip(NAMES.values(), photos, strict=True):
@@ -121,11 +119,7 @@ def write_archive(path: Path, photos: list[bytes], kind: str) -> None:
     path.write_bytes(with_utf8_flag(content) if kind == "zip with flag" else content)
 
 
-def test_names_of_members_in_any_encoding_work_everywhere(
-    tmp_path,
-    tiny_bundle,
-    run,
-):
+def test_names_of_members_in_any_encoding_work_everywhere(tmp_path, tiny_bundle, run):
     (tmp_path / "in").mkdir()
     kinds = ["pax", "ustar", "zip", "zip with flag"]
     for number, kind in enumerate(kinds):

@@ -2,13 +2,10 @@
 requests.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shutil
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -40,7 +37,7 @@ from tests.conftest import write_files
 from tests.pipelines.conftest import run_build, stop_after_one_shard
 
 
-def plan(request: Any) -> Plan:
+def plan(request):
     """Plan a build, stop it before its first shard, and return the stored plan."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipelines.jobs.build.apply", stop)
@@ -49,11 +46,11 @@ def plan(request: Any) -> Plan:
     return stored_plan(request)
 
 
-def stop(*_: object, **__: object) -> None:
+def stop(*_, **__):
     raise JobStopped("planned")
 
 
-def stored_plan(request: Any) -> Plan:
+def stored_plan(request):
     return Plan.parse(read_journal(Directory(request.out)).plan)
 
 
@@ -70,9 +67,8 @@ def test_a_plan_holds_every_input_and_is_resumed_without_looking_at_the_sources(
     shutil.rmtree(photos)
     photos.mkdir()
     assert plan(config()) == made
-    assert plan(config(engine="ray", workers=2)) == made, (
-        "they do not determine the bytes"
-    )
+    # they do not determine the bytes
+    assert plan(config(engine="ray", workers=2)) == made
 
 
 @pytest.mark.parametrize(
@@ -195,14 +191,16 @@ def test_workers_fill_the_machine_and_its_memory_unless_told(
     need = sum(workers_memory(1, settings, info).values())
     monkeypatch.setattr(planning, "available_memory", lambda: 8 * need)
 
-    def workers(settings: BuildSettings = settings, **changes: Any) -> int | None:
+    def workers(settings=settings, **changes):
         execution = Execution(**{"engine": "ray", **changes})
         return choose_workers(settings, info, execution).workers
 
-    assert workers() == 8, "the memory has room for eight"
+    # the memory has room for eight
+    assert workers() == 8
     assert workers(dataclasses.replace(settings, threads=4)) == 2
     on_gpus = dataclasses.replace(settings, device="cuda")
-    assert workers(on_gpus) == 6, "two per GPU"
+    # two per GPU
+    assert workers(on_gpus) == 6
     assert workers(on_gpus, workers=7) == 7
     monkeypatch.setattr(planning, "cuda_devices", lambda: 1)
     assert workers(on_gpus) == 2

@@ -1,7 +1,5 @@
 """Displays and logs of events, and sizes in words."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -81,7 +79,7 @@ def test_what_libraries_print_during_a_job_does_not_damage_its_result(capsys):
     assert capsys.readouterr() == ('{"rows": 3}\n', "a worker died\n")
 
 
-def lines(path: Path):
+def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -2,8 +2,6 @@
 of its own and sees it end.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

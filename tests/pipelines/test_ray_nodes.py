@@ -2,17 +2,12 @@
 replaced during a run.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-
-from tests.integration.ray_nodes import RayNodes
 
 pytestmark = pytest.mark.slow
 
@@ -35,15 +30,7 @@ SIX = [[name] for name in range(1, 7)]
 RESULTS = [10, 20, 30, 40, 50, 60]
 
 
-def start(
-    nodes: RayNodes,
-    folder: Path,
-    jobs: list,
-    *,
-    token: str | None = None,
-    wait_seconds: int | None = None,
-    **options: int,
-) -> subprocess.Popen:
+def start(nodes, folder, jobs, *, token=None, wait_seconds=None, **options):
     """Start a run. The cluster must have a node already, because a run without room
     is refused.
     """
@@ -65,7 +52,7 @@ def start(
     )
 
 
-def wait_for_attempts(run: subprocess.Popen, folder: Path, attempts: int) -> None:
+def wait_for_attempts(run, folder, attempts):
     deadline = time.monotonic() + RUN_SECONDS
     while (
         not (folder / "7").exists()
@@ -76,7 +63,7 @@ def wait_for_attempts(run: subprocess.Popen, folder: Path, attempts: int) -> Non
         time.sleep(0.1)
 
 
-def end(run: subprocess.Popen) -> tuple[list, str]:
+def end(run):
     """The messages and the results of a run, and its standard error."""
     out, err = run.communicate(timeout=RUN_SECONDS)
     return [json.loads(line) for line in out.splitlines()], err
@@ -124,7 +111,7 @@ print(next(answers))
 
 
 def test_the_cluster_has_the_device_and_not_the_driver(nodes):
-    def ask() -> subprocess.CompletedProcess[str]:
+    def ask():
         command = [sys.executable, "-c", DEVICE, nodes.address]
         return subprocess.run(
             command, env=nodes.environment, capture_output=True, text=True, check=False

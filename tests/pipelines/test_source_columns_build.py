@@ -1,13 +1,10 @@
 """Builds and appends store what the sources say about their images as typed columns."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import json
 import os
 import unicodedata
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,7 +23,7 @@ from tests.pipelines.archives import write_tar
 from tests.pipelines.conftest import INLINE, write_photo
 
 
-def write_lines(path: Path, records: list[dict]) -> Path:
+def write_lines(path, records):
     path.write_text("\n".join(json.dumps(record) for record in records))
     return path
 
@@ -95,7 +92,7 @@ def test_a_build_and_an_append_store_typed_columns(run, tmp_path, listed, tiny_b
     assert read_rows(index, [4], ["safe"])["safe"].to_pylist() == [True]
 
 
-def scan(*specs: Path) -> tuple[list[InputRef], dict[str, int]]:
+def scan(*specs):
     listing = Listing(open_sources(map(str, specs)), ignore, never)
     return list(listing), listing.ignored
 
@@ -283,7 +280,7 @@ def test_values_of_a_parquet_list(tmp_path):
     assert ignored == {"(binary column)": 2}
 
 
-def add(collected: CollectedInputs, **metadata: object) -> dict | None:
+def add(collected, **metadata):
     return collected.add(InputRef("a", b"a", metadata=metadata)).metadata
 
 

@@ -2,12 +2,8 @@
 the original.
 """
 
-from __future__ import annotations
-
 import os
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +13,7 @@ from edje_index.inputs.refs import InputRef
 from pipelines.sources import hash_and_mark_duplicates
 
 
-def refs_of(folder: Path, contents: list[bytes | None]) -> list[InputRef]:
+def refs_of(folder, contents):
     """One input per content; None stands for a missing file."""
     refs = []
     for row, content in enumerate(contents):
@@ -59,7 +55,7 @@ def test_looks_ahead_a_bounded_number_of_inputs(tmp_path):
     (ref,) = refs_of(tmp_path, [b"x"])
     taken = 0
 
-    def endless() -> Iterator[InputRef]:
+    def endless():
         nonlocal taken
         while True:
             taken += 1

@@ -2,11 +2,8 @@
 problem, exactly once.
 """
 
-from __future__ import annotations
-
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,13 +19,13 @@ from tests.pipelines.archives import write_tar
 JPEG = b"\xff\xd8\xff\xe0" + bytes(40)
 
 
-def put(path: Path, data: bytes = JPEG) -> Path:
+def put(path, data=JPEG):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     return path
 
 
-def scan(root: Path) -> tuple[list[str], dict[str, int], dict[str, str]]:
+def scan(root):
     """(paths below root in order, ignored, problems by path)."""
     source = open_source(str(root))
     refs = list(source.iter_inputs())
@@ -216,7 +213,7 @@ def test_every_real_image_is_found_once(tmp_path_factory, made):
     assert sorted(real for _, real in used) == sorted(selected)
 
 
-def paths_below(folder: Path, parents: tuple[str, ...]) -> Iterator[Path]:
+def paths_below(folder, parents):
     """Every path to an image, through links that lead to no parent."""
     real = os.path.realpath(folder)
     for path in () if real in parents else folder.iterdir():

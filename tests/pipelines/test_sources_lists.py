@@ -2,20 +2,17 @@
 is lost.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json
 import os
 import sys
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from edje_index.inputs.refs import InputRef, read_bytes
+from edje_index.inputs.refs import read_bytes
 from edje_index.inputs.tables import NAME_COLUMNS
 from pipelines.sources import open_source, open_sources
 from storage_formats.errors import UsageError
@@ -25,11 +22,11 @@ SUFFIXES = pytest.mark.parametrize(
 )
 
 
-def scan(path: Path, column: str | None = None) -> list[InputRef]:
+def scan(path, column=None):
     return list(open_source(str(path), column).iter_inputs())
 
 
-def write_list(path: Path, values: list[str], column: str = "path") -> Path:
+def write_list(path, values, column="path"):
     if path.suffix == ".parquet":
         pq.write_table(pa.table({"id": range(len(values)), column: values}), path)
     elif path.suffix in (".csv", ".tsv"):

@@ -2,10 +2,6 @@
 responses are lost or short.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import obstore
 import pytest
 
@@ -51,7 +47,7 @@ def uploaded(proxy, photos, tmp_path):
     return tree
 
 
-def upload(tree: Path) -> None:
+def upload(tree):
     store = ObjectFolder.open(f"s3://{BUCKET}").store
     # creates the bucket
     obstore.put(store, "first", b"")
@@ -62,7 +58,7 @@ def upload(tree: Path) -> None:
             obstore.put(store, str(path.relative_to(tree)), path.read_bytes())
 
 
-def contents(spec: str, base: str) -> list[tuple[str, bytes, object]]:
+def contents(spec, base):
     """Name below `base`, bytes and metadata of each input."""
     refs = list(iter_all(open_sources([spec])))
     return [(ref.uri.removeprefix(base), read_bytes(ref), ref.metadata) for ref in refs]

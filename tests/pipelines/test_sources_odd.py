@@ -1,12 +1,9 @@
 """Collections as people have them: every name, every order, every column type."""
 
-from __future__ import annotations
-
 import json
 import os
 import unicodedata
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +16,7 @@ from PIL import Image
 from edje_index.images.decode import _FORMATS, decode_rgb
 from edje_index.inputs.column_types import BYTES, TEXT, column_kind
 from edje_index.inputs.names import IMAGE_SUFFIXES, join_sidecars
-from edje_index.inputs.refs import InputRef, read_bytes
+from edje_index.inputs.refs import read_bytes
 from pipelines.progress.events import ignore, never
 from pipelines.sources import Listing, open_sources
 from pipelines.sources.base import listed_input
@@ -30,13 +27,13 @@ from tests.pipelines.archives import with_utf8_flag, write_tar, write_zip
 JPEG = b"\xff\xd8\xff"
 
 
-def scan(path: Path | str) -> tuple[list[InputRef], dict[str, int]]:
+def scan(path):
     sources = open_sources([str(path)])
     listing = Listing(sources, ignore, never)
     return list(listing), listing.ignored
 
 
-def captions_of(path: Path) -> dict[str, object]:
+def captions_of(path):
     """The captions of each image, by its name in the directory or archive."""
     refs, _ = scan(path)
     assert {ref.problem for ref in refs} <= {None}

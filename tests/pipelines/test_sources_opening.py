@@ -1,7 +1,5 @@
 """Opening sources: the kind of each, or one line that says what is accepted."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -21,7 +19,7 @@ def photos(tmp_path):
     return tmp_path
 
 
-def refused(*specs: object, column: str | None = None) -> str:
+def refused(*specs, column=None):
     with pytest.raises(UsageError) as caught:
         open_sources([str(spec) for spec in specs], column)
     assert caught.value.exit_code == 2
@@ -129,7 +127,7 @@ def test_quoted_patterns(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"abc")
 
-    def names(pattern: str) -> list[str]:
+    def names(pattern):
         return [
             source.spec.removeprefix(f"{tmp_path}/")
             for source in open_sources([f"{tmp_path}/{pattern}"])

@@ -2,22 +2,20 @@
 tests/golden/README.md.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from edje_index.images.decode import decode_rgb
-from edje_index.inputs.refs import InputRef, read_bytes
+from edje_index.inputs.refs import read_bytes
 from pipelines.sources import open_source
 
 GOLDEN = Path(__file__).parents[1] / "golden/sources"
 COLOURS = {(40 * number, 200 - 30 * number, 90) for number in range(6)}
 
 
-def colours(refs: list[InputRef]) -> set[tuple[int, ...]]:
+def colours(refs):
     """The colours of the photos, which JPEG changes by a few units."""
     means = [
         np.asarray(decode_rgb(read_bytes(ref)))[8:24, 8:24].mean(axis=(0, 1))

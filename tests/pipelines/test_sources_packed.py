@@ -2,8 +2,6 @@
 byte; damage is always reported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io
@@ -13,7 +11,6 @@ import subprocess
 import tarfile
 import zipfile
 import zlib
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +19,7 @@ from hypothesis import strategies as st
 from edje_index.images.decode import REASONS, ImageError
 from edje_index.inputs import containers, tars
 from edje_index.inputs.ranges import RangedFile, open_ranged
-from edje_index.inputs.refs import InputRef, read_bytes
+from edje_index.inputs.refs import read_bytes
 from edje_index.inputs.tars import TarArchive
 from pipelines.sources import open_source
 from tests.pipelines.archives import write_zip
@@ -51,7 +48,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def pack(folder: Path, suffix: str) -> Path:
+def pack(folder, suffix):
     """The photos in a tar that the system's `tar` and compressor wrote."""
     if suffix == ".zip":
         subprocess.run(
@@ -69,21 +66,21 @@ def pack(folder: Path, suffix: str) -> Path:
     return path
 
 
-def contents(refs: list[InputRef]) -> dict[str, bytes | str]:
+def contents(refs):
     """The bytes or the problem of every input, by the last part of its name."""
     return {
         ref.uri.rpartition("/")[2]: ref.problem or _bytes_or_reason(ref) for ref in refs
     }
 
 
-def _bytes_or_reason(ref: InputRef) -> bytes | str:
+def _bytes_or_reason(ref):
     try:
         return read_bytes(ref)
     except ImageError as error:
         return error.reason
 
 
-def scan(path: Path) -> list[InputRef]:
+def scan(path):
     return list(open_source(str(path)).iter_inputs())
 
 
@@ -105,7 +102,7 @@ def test_a_read_that_fails_loses_no_bytes(folder, monkeypatch, suffix):
     data = path.read_bytes()
     failures = [OSError(errno.EIO, "disk"), KeyboardInterrupt()]
 
-    def read_at(size: int, offset: int) -> bytes:
+    def read_at(size, offset):
         if offset > len(data) // 3 and failures:
             raise failures.pop()
         return data[offset : offset + size]
@@ -188,7 +185,7 @@ def test_a_bomb_in_a_compressed_tar(tmp_path, monkeypatch):
 
 
 class _Zeros(io.RawIOBase):
-    def read(self, size: int = -1) -> bytes:
+    def read(self, size=-1):
         return bytes(size)
 
 

@@ -2,13 +2,9 @@
 image, a failed input or counted.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import tracemalloc
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,14 +25,14 @@ PHOTOS = [
 STRUCT = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 
 
-def write(path: Path, columns: dict[str, Any], **options: Any) -> Path:
+def write(path, columns, **options):
     pq.write_table(pa.table(columns), path, **options)
     return path
 
 
-def values(path: Path, column: str | None = None) -> list[bytes | str]:
+def values(path, column=None):
     """The bytes of every input, or the reason why it has none."""
-    result: list[bytes | str] = []
+    result = []
     for ref in open_source(str(path), column).iter_inputs():
         try:
             result.append(read_bytes(ref))

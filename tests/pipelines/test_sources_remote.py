@@ -7,10 +7,7 @@ from __future__ import annotations
 import json
 import random
 import subprocess
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 import numpy as np
@@ -18,8 +15,8 @@ import pytest
 
 from edje_index.images.transient import TransientInputError
 from edje_index.inputs import ranges, tars
-from edje_index.inputs.refs import InputRef, read_bytes
-from pipelines import BuildResult, update_index
+from edje_index.inputs.refs import read_bytes
+from pipelines import update_index
 from pipelines.cli.info import failed_rows
 from pipelines.sources import open_source, open_sources
 from pipelines.sources.base import file_input
@@ -48,7 +45,7 @@ def server(running, monkeypatch):
     return running
 
 
-def scan(spec: str) -> list[InputRef]:
+def scan(spec):
     return list(iter_all(open_sources([spec])))
 
 
@@ -67,7 +64,7 @@ def test_archives_read_in_any_order(server, tmp_path, photos, monkeypatch, suffi
             assert all(read_bytes(ref) == data[ref] for ref in order)
 
 
-def _packed_as(suffix: str, photos: Path, folder: Path) -> Path:
+def _packed_as(suffix, photos, folder):
     path = folder / f"packed.{suffix}"
     if suffix in ("zip", "parquet"):
         (folder / "packed").mkdir()
@@ -88,7 +85,7 @@ class ChangingFile:
     change_at: int = 1 << 30
     requests: int = 0
 
-    def answer(self, headers: dict[str, str]) -> Any:
+    def answer(self, headers):
         data, etag = self.versions[self.requests >= self.change_at]
         self.requests += 1
         first, last = (
@@ -199,7 +196,7 @@ def test_a_folder_on_the_hub(server, photos, tmp_path, monkeypatch, revision, en
         server.files[f"/datasets/owner/set/resolve/{encoded}/{name}"] = data
     tokens = []
 
-    def page(name: str, **following: str) -> Callable[[dict[str, str]], Any]:
+    def page(name, **following):
         def answer(headers):
             tokens.append(headers["Authorization"])
             entry = {"type": "file", "path": name, "size": len(data)}
@@ -234,7 +231,7 @@ def test_the_list_of_a_folder_gives_no_token_away_and_ends(server, monkeypatch, 
     monkeypatch.setenv("HF_TOKEN", "secret")
     tokens = []
 
-    def answer(headers: Any) -> tuple[int, dict[str, str], bytes]:
+    def answer(headers):
         tokens.append(headers.get("Authorization"))
         return 200, {"Link": link}, b"[]"
 
@@ -265,7 +262,7 @@ def test_an_answer_of_the_hub_that_lists_no_files(server, monkeypatch, answer):
         open_source("hf://datasets/owner/set/data")
 
 
-def _listing(keys: list[str], folders: list[str]) -> str:
+def _listing(keys, folders):
     """The answer of an S3 server to a request for a folder."""
     facts = "<Size>0</Size><ETag>e</ETag>"
     facts += "<LastModified>2024-01-01T00:00:00.000Z</LastModified>"
@@ -284,7 +281,7 @@ def test_folders_of_a_bucket_without_a_name_or_without_a_list(monkeypatch):
     pages["sub/"] = _listing(["sub/c.jpg"], [])
     with web_server() as server:
 
-        def answer(method: str, path: str, *_: object) -> Any:
+        def answer(method, path, *_):
             prefix = parse_qs(urlsplit(path).query).get("prefix", [""])[0]
             return 200, {"Content-Type": "application/xml"}, pages[prefix].encode()
 
@@ -347,9 +344,9 @@ def test_an_update_keeps_the_rows_of_addresses_that_cannot_be_read_now(
     assert "2 inputs on servers cannot be read now; the rows stay" in warnings
 
 
-def update_and_listen(root: Path, **options: Any) -> tuple[BuildResult, list[str]]:
+def update_and_listen(root, **options):
     """The result and the warnings of an update."""
-    events: list[Any] = []
+    events = []
     result = update_index(root, engine="inline", on_event=events.append, **options)
     return result, [each.text for each in events if getattr(each, "is_warning", False)]
 

@@ -1,10 +1,7 @@
 """WebDataset tar archives of all common writers; damage is always reported."""
 
-from __future__ import annotations
-
 import os
 import tarfile
-from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,26 +9,26 @@ from hypothesis import strategies as st
 from edje_index.images.decode import REASONS
 from edje_index.inputs import ranges, tars
 from edje_index.inputs.ranges import open_ranged
-from edje_index.inputs.refs import InputRef, read_bytes
+from edje_index.inputs.refs import read_bytes
 from edje_index.inputs.tars import TarArchive
 from pipelines.sources import open_sources
 from pipelines.sources.kinds import TreeSource, iter_all
 from tests.pipelines.archives import write_tar
 
 
-def special(name: str, kind: bytes, link: str = "") -> tarfile.TarInfo:
+def special(name, kind, link=""):
     info = tarfile.TarInfo(name)
     info.type = kind
     info.linkname = link
     return info
 
 
-def scan(path: Path) -> tuple[list[InputRef], dict[str, int]]:
+def scan(path):
     source = TreeSource(str(path))
     return list(source.iter_inputs()), dict(source.ignored)
 
 
-def read_all(path: Path) -> list[tuple[str, bytes | str]]:
+def read_all(path):
     """(name of the member, its bytes or its problem) of every input."""
     return [
         (ref.uri.partition("!")[2], ref.problem or read_bytes(ref))
@@ -39,7 +36,7 @@ def read_all(path: Path) -> list[tuple[str, bytes | str]]:
     ]
 
 
-def headers(path: Path) -> list[tars.Member]:
+def headers(path):
     with open_ranged(bytes(path)) as file:
         return list(TarArchive(file).members())
 
@@ -87,7 +84,7 @@ def test_a_compressed_tar_is_listed_in_one_pass(tmp_path, monkeypatch):
         members += [(f"{number}.json", b'{"caption": "a dog"}')]
         members += [(f"{number}.png", bytes(10_000))]
     path = write_tar(tmp_path / "a.tar.gz", members)
-    passes: list[None] = []
+    passes = []
     monkeypatch.setattr(
         TarArchive,
         "_chunks",

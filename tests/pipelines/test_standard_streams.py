@@ -2,8 +2,6 @@
 that lacks a letter.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -26,9 +24,7 @@ def index(tmp_path_factory):
     return root
 
 
-def command(
-    redirections: str, *arguments: object, encoding: str = "utf-8"
-) -> subprocess.CompletedProcess[bytes]:
+def command(redirections, *arguments, encoding="utf-8"):
     return subprocess.run(
         ["bash", "-c", SHELL + redirections, sys.executable, *map(str, arguments)],
         capture_output=True,
@@ -81,9 +77,9 @@ def test_a_descriptor_that_does_not_block_gets_all_output(index):
             filler += os.write(writer, b"x" * 4096)
     except BlockingIOError:
         pass
-    received: list[bytes] = []
+    received = []
 
-    def drain() -> None:
+    def drain():
         while piece := os.read(reader, 65536):
             received.append(piece)
 

@@ -1,7 +1,5 @@
 """Signals that stop a job."""
 
-from __future__ import annotations
-
 import os
 import pkgutil
 import signal

@@ -2,8 +2,6 @@
 that say what to write.
 """
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 the same sources.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -11,7 +9,6 @@ import shutil
 import tarfile
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +19,6 @@ from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.inputs import preparation
 from edje_index.inputs.names import MAX_SIDECAR_BYTES
 from pipelines import (
-    BuildResult,
     add_images,
     append_index,
     compact_index,
@@ -48,7 +44,7 @@ from tests.pipelines.archives import write_tar, write_zip
 from tests.pipelines.conftest import run_build, stop_after_one_shard, write_photo
 
 
-def update(root: Path, *sources: Path, **options: Any) -> BuildResult:
+def update(root, *sources, **options):
     result = update_index(root, sources, engine="inline", **options)
     parts = (
         result.unchanged,
@@ -62,16 +58,16 @@ def update(root: Path, *sources: Path, **options: Any) -> BuildResult:
     return result
 
 
-def check(result: BuildResult, **counts: object) -> None:
+def check(result, **counts):
     assert {name: getattr(result, name) for name in counts} == counts
 
 
-def build(request: Any) -> Path:
+def build(request):
     run_build(request)
     return Path(request.out)
 
 
-def pack(path: Path, photos: Path) -> list[int]:
+def pack(path, photos):
     """Seven photos; returns an offset in the data of each."""
     names = sorted(photos.glob("0[0-6].jpg"))
     write_tar(path, {photo.name: photo.read_bytes() for photo in names})
@@ -79,7 +75,7 @@ def pack(path: Path, photos: Path) -> list[int]:
         return [member.offset_data + 10 for member in archive.getmembers()]
 
 
-def contents(root: Path) -> dict[str, tuple[str, str | None, str | None, bytes]]:
+def contents(root):
     """Status, reason, content hash and block of each row that is not deleted, by
     uri.
     """
@@ -96,18 +92,18 @@ def contents(root: Path) -> dict[str, tuple[str, str | None, str | None, bytes]]
     }
 
 
-def row_ids(root: Path) -> dict[str, int]:
+def row_ids(root):
     rows = read_rows(root, columns=["row_id", "uri"]).to_pylist()
     return {Path(row["uri"]).name: row["row_id"] for row in rows}
 
 
-def status_of(root: Path, name: str) -> str:
+def status_of(root, name):
     assert problems_and_counts(root) == []
     (row,) = read_rows(root, [row_ids(root)[name]], ["status"]).to_pylist()
     return row["status"]
 
 
-def files(root: Path) -> dict[str, tuple[int, int]]:
+def files(root):
     """Inode and time of change of each file and directory."""
     paths = [root, *sorted(root.rglob("*"))]
     return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths}
@@ -120,7 +116,7 @@ def built(config, photos):
     return build(config())
 
 
-def change_photos(photos: Path) -> None:
+def change_photos(photos):
     """Two photos vanish, one changes, two are new, and one of the new ones is
     broken.
     """
@@ -278,7 +274,7 @@ def test_a_directory_that_cannot_be_listed_has_not_vanished(
     run_build(config())
     scandir = os.scandir
 
-    def failing(path: Any) -> Any:
+    def failing(path):
         # `shutil.rmtree` passes a descriptor.
         if not isinstance(path, int) and os.fsdecode(path).endswith("deep"):
             raise OSError(number, os.strerror(number), path)
@@ -372,7 +368,7 @@ def test_new_sources_are_recorded_if_no_row_changes(built, photos, tmp_path):
     assert status_of(built, "x.jpg") == "indexed"
 
 
-def stop_in_mid_update(root: Path, calls: int) -> None:
+def stop_in_mid_update(root, calls):
     """Stop an update when it asks for the `calls`-th time."""
     answers = iter(range(1000))
     with pytest.raises(JobStopped):
@@ -410,14 +406,15 @@ def test_the_command(built, photos, run):
     assert (code, "lists no images" in json.loads(output)["error"]) == (1, True)
 
 
-def retry(root: Path, **options: Any) -> BuildResult:
+def retry(root, **options):
     return update(root, retry_failed=True, **options)
 
 
 def test_failed_inputs_are_tried_again(built, photos):
     before = all_files(built)
     check(retry(built), unchanged=8, deleted=0, rows=0, snapshot=0)
-    assert all_files(built) == before, "it failed again"
+    # it failed again
+    assert all_files(built) == before
     write_photo(photos / "07.jpg", 77)
     (photos / "00.jpg").unlink()
     write_photo(photos / "30.jpg", 30)
@@ -488,7 +485,7 @@ def test_a_retry_of_unknown_sources_needs_their_names(built, photos):
     assert update(built, photos, retry_failed=True).new == 1
 
 
-def captions(root: Path) -> dict[str, object]:
+def captions(root):
     rows = read_rows(root, columns=["uri", "caption"]).to_pylist()
     return {Path(row["uri"]).name: row["caption"] for row in rows}
 
@@ -723,7 +720,7 @@ def test_damaged_metadata_is_not_taken_for_empty(
         path.symlink_to("nowhere")
     else:
         path.write_bytes(damaged)
-    events: list[Any] = []
+    events = []
     assert update(root, on_event=events.append).edited == 0
     assert read_rows(root).equals(before)
     (warning,) = [event.text for event in events if getattr(event, "is_warning", False)]

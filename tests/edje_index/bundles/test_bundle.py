@@ -18,7 +18,6 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import (
     INFO_FILE,
     VISION_WEIGHTS,
-    BundleInfo,
     read_bundle_info,
 )
 from edje_index.bundles.random_bundle import (
@@ -34,6 +33,7 @@ from edje_index.scoring.weights import ScoreWeights
 from tests.conftest import REPO, all_files
 from tests.edje_index.published_cases import WORDS
 from tests.edje_index.towers import random_clip, random_pixels, timm_config
+from tests.storage_formats.reading_cases import flip
 
 
 def test_round_trip_gives_the_same_outputs_and_fingerprints(tiny_model, tmp_path):
@@ -72,9 +72,7 @@ def copied(tiny_bundle, tmp_path):
 
 def test_a_changed_or_missing_file_is_noticed(copied):
     weights = copied / VISION_WEIGHTS
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
+    flip(weights, -1)
     for open_bundle in (ModelBundle.load, ImageEncoder.open):
         with pytest.raises(ModelError, match="has changed since the bundle was made"):
             open_bundle(copied)
@@ -263,7 +261,7 @@ def test_equal_seeds_give_equal_bytes(tiny_bundle, tmp_path):
 
 
 def test_default_is_a_small_vit_with_64_by_384_blocks(tmp_path):
-    info: BundleInfo = create_untrained_bundle(tmp_path / "out")
+    info = create_untrained_bundle(tmp_path / "out")
     assert info.block_shape == (64, 384)
     assert (info.embed_dim, info.vision["num_patches"], info.vision["num_heads"]) == (
         384,

@@ -89,12 +89,7 @@ def test_unknown_towers(vision, message):
 
 
 @pytest.mark.parametrize("vision", ["ViT-B-32:openai", "hf-hub:nobody/nothing"])
-def test_unreachable_hub_is_one_clear_line(
-    vision,
-    tmp_path,
-    monkeypatch,
-    capfd,
-):
+def test_unreachable_hub_is_one_clear_line(vision, tmp_path, monkeypatch, capfd):
     from huggingface_hub import constants
 
     # nothing listens on the discard port
@@ -111,9 +106,7 @@ def test_unreachable_hub_is_one_clear_line(
     assert constants.HF_HUB_OFFLINE is False
 
 
-def test_threads_that_take_turns_at_the_hub_leave_its_settings_as_they_were(
-    caplog,
-):
+def test_threads_that_take_turns_at_the_hub_leave_its_settings_as_they_were(caplog):
     """A process stayed offline, and silent, once two threads had loaded models at the
     same time.
     """

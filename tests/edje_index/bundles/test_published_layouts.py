@@ -5,7 +5,6 @@ Hub, with the outputs of the authors' own code.
 import hashlib
 import io
 import json
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -27,8 +26,6 @@ GOLDEN = REPO / "tests" / "golden"
 LANGUAGE = "microsoft/MiniLM-L12-H384-uncased"
 URL = "hf://authors/edje"
 TOLERANCE = 1e-5
-Files = dict[str, bytes]
-State = dict[str, torch.Tensor]
 
 
 @pytest.fixture
@@ -60,7 +57,7 @@ def in_folder(files, folder):
 
 def safetensors(state):
     """As transformers saves: of a shared tensor one name."""
-    seen: dict[int, str] = {}
+    seen = {}
     for name, tensor in state.items():
         seen.setdefault(tensor.data_ptr(), name)
     kept = set(seen.values())
@@ -95,7 +92,7 @@ def prefixed_safetensors(name):
 
 def sharded_safetensors(name):
     state, tokenizer = golden(name)
-    shards: Files = {}
+    shards = {}
     weight_map = {}
     names = list(load(safetensors(state)))
     for number, part in enumerate((names[::2], names[1::2]), 1):
@@ -144,7 +141,7 @@ def without_tokenizer(name):
     }
 
 
-LAYOUTS: dict[str, Callable[[str], Files]] = {
+LAYOUTS = {
     each.__name__: each
     for each in (
         trainer_pth,
@@ -187,13 +184,12 @@ def check_golden(model, name):
     [
         *((layout, "compressed_small") for layout in LAYOUTS),
         ("trainer_pth", "local_small"),
-        ("plain_safetensors", "local_small"),
     ],
 )
 def test_every_layout_gives_the_golden_outputs(hub, tmp_path, layout, name):
     hub.add("authors/edje", LAYOUTS[layout](name))
     hub.add(LANGUAGE, golden(name)[1])
-    lines: list[str] = []
+    lines = []
     info = import_checkpoint(URL, None, tmp_path / "bundle", say=lines.append)
     bundle = ModelBundle.load(tmp_path / "bundle")
     check_golden(bundle, name)
@@ -298,7 +294,7 @@ def test_without_the_hub_its_cache_is_used(hub, tmp_path, monkeypatch):
     hub.add("authors/edje", trainer_pth("compressed_small"))
     import_checkpoint(URL, None, tmp_path / "first")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    lines: list[str] = []
+    lines = []
     import_checkpoint(URL, None, tmp_path / "second", say=lines.append)
     assert lines == []
     assert files_of(tmp_path / "second") == files_of(tmp_path / "first")

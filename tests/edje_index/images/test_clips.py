@@ -67,9 +67,7 @@ def test_unequal_distances_count_as_time():
     assert sum((frame == images[1]).all() for frame in frames) == 7
 
 
-def test_few_frames_are_decoded_between_key_frames(
-    monkeypatch,
-):
+def test_few_frames_are_decoded_between_key_frames(monkeypatch):
     data = clip(panned(60), KINDS["lossless"])
     monkeypatch.setattr(clips, "MAX_CLIP_PIXELS", 24 * 96 * 64)
     assert len(decoded(data, 2)) == 2

@@ -165,7 +165,7 @@ CONTENT = b"0123456789"
 @pytest.fixture
 def pauses(monkeypatch):
     """The pauses that were made; none takes time."""
-    made: list[float] = []
+    made = []
     monkeypatch.setattr("time.sleep", made.append)
     return made
 
@@ -193,13 +193,7 @@ def failing(call, error, times):
 
 @pytest.mark.parametrize("call", ["open", "fstat", "pread"])
 @pytest.mark.parametrize("name", ERRORS)
-def test_passing_trouble_is_waited_for(
-    name,
-    call,
-    ref,
-    pauses,
-    monkeypatch,
-):
+def test_passing_trouble_is_waited_for(name, call, ref, pauses, monkeypatch):
     error = OSError(getattr(errno, name), os.strerror(getattr(errno, name)))
     monkeypatch.setattr(os, call, failing(getattr(os, call), error, times=2))
     assert read_bytes(ref) == CONTENT

@@ -1,7 +1,5 @@
 """Preprocessing is open_clip's evaluation transform, bit for bit."""
 
-from typing import Any
-
 import numpy as np
 import PIL
 import pytest
@@ -15,7 +13,7 @@ from edje_index.images.preprocessing import Preprocessor, normalize
 from edje_index.models.clip_config import ClipConfig
 from tests.edje_index.towers import eval_transform
 
-MODES: list[dict[str, Any]] = [
+MODES = [
     {"size": [32, 32], "resize_mode": "shortest", "interpolation": "bicubic"},
     {
         "size": 48,

@@ -52,9 +52,7 @@ def test_ranges(server):
         read_remote_range(f"{server.url}/a.bin", 5, 1, version)
 
 
-def test_servers_of_a_host_that_send_different_etags_have_one_file(
-    server,
-):
+def test_servers_of_a_host_that_send_different_etags_have_one_file(server):
     day = "Tue, 24 Nov 2026 10:00:00 GMT"
 
     def respond(etag, modified):
@@ -157,9 +155,7 @@ class Dripping(Handler):
             time.sleep(0.05)
 
 
-def test_a_server_that_sends_a_byte_now_and_then_is_stopped(
-    monkeypatch,
-):
+def test_a_server_that_sends_a_byte_now_and_then_is_stopped(monkeypatch):
     monkeypatch.setattr(remote, "MAX_SECONDS", 0.3)
     started = time.monotonic()
     with (
@@ -202,7 +198,7 @@ def test_another_range_than_was_requested_is_refused(server):
 def test_requests_go_through_the_proxy_of_the_environment(
     server, monkeypatch, before, credentials
 ):
-    seen: list[str] = []
+    seen = []
 
     def answer(headers):
         seen.append(headers["proxy-authorization"])

@@ -162,7 +162,8 @@ def test_what_gpus_do_gives_the_same_file_and_gpus_without_memory_are_not_used(
     clones = []
 
     def clone(index, ngpu):
-        assert ngpu == 1, "other processes need the memory of the others"
+        # other processes need the memory of the others
+        assert ngpu == 1
         # FAISS itself keeps no references either
         clones.append(weakref.ref(on_gpus := faiss.clone_index(index)))
         return on_gpus

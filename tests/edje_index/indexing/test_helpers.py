@@ -51,7 +51,6 @@ FAULTS = {
     12: HANG,
     17: HANG,
 }
-Jobs = list[tuple[int, InputRef]]
 
 
 @pytest.fixture
@@ -187,6 +186,7 @@ def test_nothing_is_left_of_a_killed_process(jobs, faulty_decoder):
         time.sleep(0.2)
         children = psutil.Process(process.pid).children(recursive=True)
         # The input at which a helper hangs may be the first of another helper.
-        assert len(children) in (2, 3), "the server and one or two helpers"
+        # the server and one or two helpers
+        assert len(children) in (2, 3)
         process.kill()
     wait_for_end(set(children))

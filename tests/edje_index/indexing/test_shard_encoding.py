@@ -34,6 +34,7 @@ from storage_formats.format.places import Directory
 from storage_formats.format.receipts import read_receipts
 from storage_formats.format.rows import TIMING_COLUMNS, read_staged_rows
 from storage_formats.reading.embeddings import read_shard_embeddings
+from tests.storage_formats.reading_cases import flip
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +129,8 @@ def test_a_stopped_shard_goes_on_with_its_kept_batches(
     expected = shard_content(task)
     layout = place_of(task)
     folder = layout.build / "batches"
-    assert not folder.exists(), "the shard was fast"
+    # the shard was fast
+    assert not folder.exists()
     monkeypatch.setattr(shard_encoding, "_LONG_SECONDS", 0.0)
     encode = encoder.encode
     encoded = []
@@ -159,9 +161,7 @@ def test_a_stopped_shard_goes_on_with_its_kept_batches(
         run(stops(-(-8 // batch_size) - 1))
     first, *others = sorted(folder.glob("*/*"))
     # one of the batches between others is missing or damaged
-    data = first.read_bytes()
-    place = data.index(b"tokens.npy") + 200
-    first.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+    flip(first, first.read_bytes().index(b"tokens.npy") + 200)
     for path in others[1:2]:
         path.unlink()
     # of another plan
@@ -243,7 +243,8 @@ def test_out_of_memory_halves_the_batch_of_the_whole_shard(
     batches.clear()
     batches.limit = 1
     receipt = encode_shard(task, encoder)
-    assert batches == [2, 1, 1, 1, 1, 1], "3 inputs; the third is truncated"
+    # 3 inputs; the third is truncated
+    assert batches == [2, 1, 1, 1, 1, 1]
     assert receipt.encoded_on == "a GPU, batches of 1"
     assert read_receipts(place_of(task), [0], "plan").get(0) == receipt
     for values, other in zip(stored(task), expected, strict=True):

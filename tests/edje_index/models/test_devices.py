@@ -1,7 +1,6 @@
 """Kernels for functions of large tensors on a GPU."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -9,8 +8,8 @@ import torch
 from edje_index.models.devices import fused_on_cuda
 
 # all that the decorator reads of a tensor
-ON_GPU: Any = SimpleNamespace(device=torch.device("cuda"), size=2)
-SMALL_ON_GPU: Any = SimpleNamespace(device=torch.device("cuda"), size=1)
+ON_GPU = SimpleNamespace(device=torch.device("cuda"), size=2)
+SMALL_ON_GPU = SimpleNamespace(device=torch.device("cuda"), size=1)
 
 
 def compiled_as(kernel, monkeypatch):
@@ -36,7 +35,8 @@ def test_only_large_tensors_on_a_gpu_are_compiled(monkeypatch):
     assert [work(each) for each in (on_cpu, SMALL_ON_GPU)] == ["plain 2", "plain 1"]
     assert not calls
     assert [work(ON_GPU), work(ON_GPU)] == ["kernel 2"] * 2
-    assert calls == [True], "once"
+    # once
+    assert calls == [True]
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,5 @@ def test_without_a_compiler_the_function_runs_as_it_is(monkeypatch, error):
     with pytest.warns(RuntimeWarning, match="Failed to find C compiler"):
         assert work(ON_GPU) == "plain 2"
     assert work(ON_GPU) == "plain 2"
-    assert len(runs) == 1, "and is not tried again"
+    # it is not tried again
+    assert len(runs) == 1

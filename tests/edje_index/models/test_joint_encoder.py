@@ -32,9 +32,7 @@ def test_one_caption_for_a_whole_pool(tiny_model):
     assert scores.std() > 0
 
 
-def test_captions_of_different_lengths_equal_the_model_with_padding(
-    tiny_model,
-):
+def test_captions_of_different_lengths_equal_the_model_with_padding(tiny_model):
     """The scorer groups captions by length, and needs no mask."""
     joint = tiny_model.joint
     captions = ["dog " * (1 + i * 7 % 5) + str(i) for i in range(70)]
@@ -45,9 +43,7 @@ def test_captions_of_different_lengths_equal_the_model_with_padding(
     assert joint.score([], pool[:0]).shape == joint.score("a", pool[:0]).shape == (0,)
 
 
-def test_a_batch_of_captions_of_different_lengths_needs_padding_and_a_mask(
-    tiny_model,
-):
+def test_a_batch_of_captions_of_different_lengths_needs_padding_and_a_mask(tiny_model):
     """On a GPU, captions of different lengths are in one batch."""
     scorer = tiny_model.joint.scorer()
     captions = ["dog " * (1 + i // 6) + "a" for i in range(24)]
@@ -72,7 +68,8 @@ def test_bfloat16_rounds_the_language_model_and_not_the_head(tiny_model, monkeyp
     rounded = joint.score(captions, pool)
     assert rounded.dtype == torch.float32
     assert not torch.equal(rounded, exact)
-    assert len(rounded.unique()) > 30, "few are equal for having few bits"
+    # few are equal for having few bits
+    assert len(rounded.unique()) > 30
     torch.testing.assert_close(rounded, exact, atol=1e-3, rtol=0)
 
 
@@ -143,9 +140,8 @@ def test_token_ids_equal_the_published_preprocessing(folder):
     assert load_joint_tokenizer(folder, canonical=True).caption_ids(texts) == expected
     raw = load_joint_tokenizer(folder).caption_ids(texts)
     assert raw == stock_ids(folder, texts)
-    assert sum(ids != other for ids, other in zip(raw, expected, strict=True)) > 300, (
-        "the captions are easy"
-    )
+    # the captions are not easy
+    assert sum(ids != other for ids, other in zip(raw, expected, strict=True)) > 300
 
 
 def test_a_tokenizer_that_panics_is_one_error(folder, tmp_path):

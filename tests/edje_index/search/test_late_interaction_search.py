@@ -93,9 +93,8 @@ def test_candidates_come_from_the_embeddings(written):
     embedding = np.random.default_rng(10).standard_normal(8, dtype=np.float32)
     nearest = np.argsort(-(embeddings @ embedding))[:30]
     index = LateInteractionSearch.open(root)
-    assert index.store.precision == "bf16", (
-        "the highest fidelity stored, although fp8 was named first"
-    )
+    # the highest fidelity stored, although fp8 was named first
+    assert index.store.precision == "bf16"
     hits = index.search(query, k=30, embedding=embedding, pool=30)
     assert {hit.row_id for hit in hits} == set(nearest.tolist())
     direction = embedding / np.linalg.norm(embedding)

@@ -2,8 +2,6 @@
 
 import contextlib
 import hashlib
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +39,7 @@ def default_device(device):
         torch.set_default_device(None)
 
 
-SETTINGS: dict[str, Callable[[], Any]] = {
+SETTINGS = {
     "float64": lambda: default_dtype(torch.float64),
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "default device": lambda: default_device("meta"),

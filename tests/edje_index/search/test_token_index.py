@@ -110,9 +110,8 @@ def test_hits_are_the_pool_sorted_by_the_joint_encoder(built):
     assert all(
         hit.joint_score is None and hit.score == hit.embedding_score for hit in plain
     )
-    assert sorted(rows_of(opened.search("anything", k=100, pool=100))) == SOUND, (
-        "holes are never found"
-    )
+    # holes are never found
+    assert sorted(rows_of(opened.search("anything", k=100, pool=100))) == SOUND
 
 
 def test_hits_carry_their_parts(index, monkeypatch):
@@ -132,9 +131,8 @@ def test_hits_carry_their_parts(index, monkeypatch):
         }
     plain = index.search("a red canoe", k=4, pool=6, score="embedding")
     monkeypatch.setattr(TokenStore, "fetch", None)
-    assert index.search("a red canoe", k=4, pool=6, score="embedding") == plain, (
-        "no tokens are read"
-    )
+    # no tokens are read
+    assert index.search("a red canoe", k=4, pool=6, score="embedding") == plain
 
 
 def test_several_texts_give_the_hits_of_each_alone(index, monkeypatch):
@@ -183,9 +181,8 @@ def test_the_joint_encoder_scores_only_what_may_come_first(monkeypatch, width):
         ),
     )
     results = index.search(texts, 3, 9)
-    assert (sum(pairs) == 27) == (width is None), (
-        "a bundle without a range, or fewer candidates"
-    )
+    # a bundle without a range, or fewer candidates
+    assert (sum(pairs) == 27) == (width is None)
     assert sum(pairs) == 9 or width != 0.0
     if width is None or width > 1:
         check_same(results, [hits[:3] for hits in full])
@@ -332,7 +329,8 @@ def test_pairs_are_rated_and_ranked_as_by_a_cross_encoder(index, built):
     np.testing.assert_allclose(relevances, [hit.relevance for hit in hits], atol=1e-3)
     scores = model.predict(pairs, activation_fn=torch.nn.Identity())
     np.testing.assert_allclose(scores, scores_of(hits), atol=1e-3)
-    assert abs(scores[1] - scores[2]) > 1e-2, "the images can be told apart"
+    # the images can be told apart
+    assert abs(scores[1] - scores[2]) > 1e-2
     assert model.predict(pairs[0]) == pytest.approx(relevances[0], abs=1e-5)
     assert isinstance(model.predict(pairs, convert_to_tensor=True), torch.Tensor)
     rows = [3, 7, 0]

@@ -67,7 +67,7 @@ class Case:
 
     def config(self, **settings):
         """Small settings with changes, each named `group__key`."""
-        values: dict[str, dict[str, object]] = {}
+        values = {}
         for name, value in {**SETTINGS, **settings}.items():
             group, _, key = name.partition("__")
             values.setdefault(group, {})[key] = value

@@ -91,9 +91,7 @@ def test_no_weight_is_negative_and_the_others_are_fitted_without_it():
     assert fitted.embedding == pytest.approx(alone.embedding, rel=1e-3)
 
 
-def covariances(
-    rng,
-):
+def covariances(rng):
     shared = rng.standard_normal((400, 3))
     x = np.concatenate(
         [shared + rng.standard_normal((400, 3)), rng.standard_normal((400, 4))], axis=1
@@ -153,4 +151,5 @@ def test_it_tells_whose_caption_it_is(case):
         ]
     )
     better = (scores > scores.diagonal()[:, None]).sum(axis=1).mean()
-    assert better < 6, "by chance 11.5 other images score higher"
+    # by chance 11.5 other images score higher
+    assert better < 6

@@ -172,7 +172,7 @@ def test_several_workers_and_another_mining_model_give_the_same_data(
 def test_a_stopped_preparation_resumes_after_its_finished_shards(
     case, tmp_path, small_shards
 ):
-    finished: list[tuple[int, int]] = []
+    finished = []
     data = tmp_path / "train.npy"
     options = {"on_shard": lambda *shards: finished.append(shards)}
     assert not prepare(data, case, should_stop=lambda: len(finished) == 2, **options)
@@ -186,6 +186,5 @@ def test_a_stopped_preparation_resumes_after_its_finished_shards(
     assert prepare(data, case, **options)
     assert finished == [(number, 5) for number in range(1, 6)]
     check_equal(case.data, replace(case.data, path=data))
-    assert prepare(data, case, should_stop=lambda: True), (
-        "finished data need no preparation"
-    )
+    # finished data need no preparation
+    assert prepare(data, case, should_stop=lambda: True)

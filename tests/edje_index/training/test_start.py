@@ -185,7 +185,8 @@ def test_positions_reach_to_the_last_image_token_and_are_trained(
     inputs = joint.tokenizer.inputs(["word " * 80], tokens.shape[1])
     joint.hidden_states(inputs, tokens)[0, 0, 0].backward()
     gradient = joint.language_model.bert.embeddings.position_embeddings.weight.grad
-    assert (gradient.abs().sum(dim=1) > 0).all(), "every position has its own row"
+    # every position has its own row
+    assert (gradient.abs().sum(dim=1) > 0).all()
     assert len(gradient) == positions
 
 

@@ -2,8 +2,6 @@
 write.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json
@@ -57,7 +55,7 @@ def case(tmp_path_factory, tiny_bundle):
     return folder
 
 
-def explained(case, run, tmp_path, *arguments: object) -> tuple[Page, dict]:
+def explained(case, run, tmp_path, *arguments):
     out = tmp_path / "page.html"
     printed = run.json("explain", case / "photos.edje", *arguments, "--out", out)
     return Page(out.read_text()), printed
@@ -106,7 +104,8 @@ def test_alignment_is_compared_pair_by_pair(case, run, tmp_path):
     )
     alignment = result["alignment"]
     assert alignment["first"]["pairs"] == alignment["second"]["pairs"]
-    assert alignment["left_out"] == 7, "the captions 'the' have no content word"
+    # the captions 'the' have no content word
+    assert alignment["left_out"] == 7
     assert alignment["test"]["difference"] == pytest.approx(
         alignment["second"]["mean"] - alignment["first"]["mean"]
     )
@@ -171,7 +170,8 @@ def test_a_query_is_explained_by_words_patches_and_parts(case, run, tmp_path):
     assert match["score"] == pytest.approx(hit.score, abs=1e-3)
     assert "product" in " ".join(page.text)
     maps = [tag for tag, _ in page.tags if tag == "img"]
-    assert len(maps) >= 3, "the photo, and a map of each word"
+    # the photo, and a map of each word
+    assert len(maps) >= 3
     query = ["3", "--query", "a red dog", "--out", tmp_path / "p.html"]
     assert "product" in run.ok("explain", case / "photos.edje", *query)
 

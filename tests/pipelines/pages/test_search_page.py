@@ -2,8 +2,6 @@
 project did not write.
 """
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,10 +15,10 @@ from tests.pipelines.conftest import write_photo
 class Page(HTMLParser):
     """The tags, attributes and texts of a page."""
 
-    def __init__(self, html: str) -> None:
+    def __init__(self, html):
         super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
+        self.tags = []
+        self.text = []
         self.feed(html)
 
     def handle_starttag(self, tag, attrs):
@@ -29,7 +27,7 @@ class Page(HTMLParser):
     def handle_data(self, data):
         self.text.append(data)
 
-    def references(self) -> list[str]:
+    def references(self):
         """Every address that a browser would load."""
         names = ("src", "href", "srcset", "data", "action", "poster")
         return [
@@ -58,9 +56,7 @@ def index(tmp_path_factory, tiny_bundle):
     return folder / "photos.edje"
 
 
-def page_of(
-    index, run, tmp_path, query: str = "a dog", *options: str
-) -> tuple[Page, str]:
+def page_of(index, run, tmp_path, query="a dog", *options):
     out = run.ok(
         "search", index, query, "-k", "7", "--html", tmp_path / "page.html", *options
     )

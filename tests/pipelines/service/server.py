@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +36,10 @@ class Service:
     log: Path
 
     @property
-    def port(self) -> int:
+    def port(self):
         return int(self.url.rpartition(":")[2])
 
-    def cpu_seconds(self) -> float:
+    def cpu_seconds(self):
         """Processor time that the service has used."""
         fields = (
             Path(f"/proc/{self.process.pid}/stat")
@@ -52,9 +51,7 @@ class Service:
 
 
 @contextmanager
-def serving(
-    folder: Path, arguments: list[str], variables: dict[str, str] | None = None
-) -> Iterator[Service]:
+def serving(folder, arguments, variables=None):
     log = folder / f"service-{time.monotonic_ns()}.log"
     with log.open("w") as errors:
         process = subprocess.Popen(
@@ -78,7 +75,7 @@ def serving(
 
 
 @contextmanager
-def serve(folder: Path, *arguments: str | Path, **variables: str) -> Iterator[Service]:
+def serve(folder, *arguments, **variables):
     """`edje-index serve ARGUMENTS` on a free port."""
     with serving(
         folder, command("serve", *arguments, "--port", "0"), variables
@@ -87,7 +84,7 @@ def serve(folder: Path, *arguments: str | Path, **variables: str) -> Iterator[Se
 
 
 @contextmanager
-def serve_with(folder: Path, index: Path, **limits: float) -> Iterator[Service]:
+def serve_with(folder, index, **limits):
     """A service with limits that no option sets."""
     with serving(
         folder, [sys.executable, "-c", _WITH_LIMITS, str(index), json.dumps(limits)]
@@ -95,7 +92,7 @@ def serve_with(folder: Path, index: Path, **limits: float) -> Iterator[Service]:
         yield service
 
 
-def resident_bytes(process: int) -> int:
+def resident_bytes(process):
     """Memory of a process."""
     return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf(
         "SC_PAGE_SIZE"

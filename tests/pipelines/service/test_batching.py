@@ -2,12 +2,8 @@
 computed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
-from typing import Any
 
 import pytest
 from starlette.exceptions import HTTPException
@@ -19,14 +15,14 @@ from pipelines.service.guard import Limits, Metrics
 class Model:
     """Doubles numbers when it may run, and records its batches."""
 
-    def __init__(self, **limits: float) -> None:
-        self.batches: list[list[int]] = []
+    def __init__(self, **limits):
+        self.batches = []
         self.begun = threading.Event()
         self.may_run = threading.Event()
         self.may_run.set()
         self.batcher = Batcher(Limits(**limits), Metrics(), 1)
 
-    async def of(self, number: int, kind: str | None = "a", pairs: int = 1) -> int:
+    async def of(self, number, kind="a", pairs=1):
         result, timing = await self.batcher.submit(
             number, self._run, pairs=pairs, kind=kind
         )
@@ -34,7 +30,7 @@ class Model:
         assert timing.batch in map(len, self.batches)
         return result
 
-    def _run(self, numbers: Sequence[int]) -> list[int]:
+    def _run(self, numbers):
         self.batches.append(list(numbers))
         self.begun.set()
         assert self.may_run.wait(60)
@@ -48,7 +44,7 @@ class Model:
             raise StopIteration
         return [2 * number for number in numbers]
 
-    async def begin(self, number: int) -> asyncio.Task[int]:
+    async def begin(self, number):
         """Submit a number that the model begins and does not finish."""
         self.may_run.clear()
         self.begun.clear()
@@ -57,8 +53,8 @@ class Model:
         return task
 
 
-def together(*answers: Coroutine[Any, Any, int]) -> list[Any]:
-    async def run() -> list[Any]:
+def together(*answers):
+    async def run():
         return await asyncio.gather(*answers, return_exceptions=True)
 
     return asyncio.run(run())
@@ -76,6 +72,7 @@ def test_requests_of_one_kind_share_a_batch_within_the_budget():
         (7, "b", 99),
     ]
     assert together(*(model.of(*work) for work in works)) == [2, 4, 6, 8, 10, 12, 14]
+    # a request over the budget runs alone
     assert model.batches == [
         [1, 3],
         [2],
@@ -83,7 +80,7 @@ def test_requests_of_one_kind_share_a_batch_within_the_budget():
         [5],
         [6],
         [7],
-    ], "a request over the budget runs alone"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +98,7 @@ def test_an_error_reaches_its_own_request_and_the_queue_goes_on(bad, kind):
 def test_a_full_queue_refuses_and_abandoned_requests_leave_it():
     model = Model(waiting=2)
 
-    async def test() -> None:
+    async def test():
         first = await model.begin(0)
         waiting = [asyncio.create_task(model.of(number)) for number in (1, 2)]
         await asyncio.sleep(0)
@@ -117,13 +114,14 @@ def test_a_full_queue_refuses_and_abandoned_requests_leave_it():
         assert await asyncio.gather(first, waiting[1], last) == [0, 4, 8]
 
     asyncio.run(test())
-    assert model.batches == [[0], [2, 4]], "the abandoned request was computed"
+    # the abandoned request was not computed
+    assert model.batches == [[0], [2, 4]]
 
 
 def test_what_cannot_meet_its_deadline_is_refused_at_once():
     model = Model(deadline_seconds=10)
 
-    async def test() -> None:
+    async def test():
         await model.of(0)
         model.batcher._tokens_per_second = 5.0
         first = await model.begin(1)

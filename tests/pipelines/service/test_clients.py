@@ -1,7 +1,5 @@
 """Clients that this project did not write, against a real service."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
@@ -29,7 +27,7 @@ def expected(index):
     ]
 
 
-def check(pairs: list[tuple[int, float]], expected: list[tuple[int, float]]) -> None:
+def check(pairs, expected):
     assert [position for position, _ in pairs] == [position for position, _ in expected]
     assert [score for _, score in pairs] == pytest.approx(
         [score for _, score in expected], abs=5e-6

@@ -1,7 +1,5 @@
 """A service follows the changes of its index without dropping a request."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -20,23 +18,24 @@ def changing(index, tmp_path):
     return tmp_path / "changing.edje"
 
 
-def rows_of(index: TokenIndex) -> list[int]:
+def rows_of(index):
     return sorted(hit.row_id for hit in index.search("a dog", 12, 12))
 
 
 def test_a_new_snapshot_takes_what_has_changed_and_nothing_else(changing):
     begun = TokenIndex.open(changing)
-    assert begun.at_current_snapshot() is begun, "nothing has changed"
-    assert begun.with_precision("nvfp4").store is begun.with_precision("nvfp4").store, (
-        "opened once"
-    )
+    # nothing has changed
+    assert begun.at_current_snapshot() is begun
+    # opened once
+    assert begun.with_precision("nvfp4").store is begun.with_precision("nvfp4").store
     delete_rows(changing, [3])
     quantize_index(changing, ["int8"])
     index = begun.at_current_snapshot()
     assert 3 not in rows_of(index)
     assert 3 not in rows_of(index.with_precision("nvfp4"))
     assert index.with_precision("int8").precision == "int8"
-    assert 3 in rows_of(begun), "a request that has begun keeps its state"
+    # a request that has begun keeps its state
+    assert 3 in rows_of(begun)
     assert index.model is begun.model
 
 
@@ -49,7 +48,7 @@ def test_deleted_rows_leave_the_answers_while_requests_run(changing, tmp_path):
         ThreadPoolExecutor(4) as pool,
     ):
 
-        def load() -> set[int]:
+        def load():
             statuses = set()
             while not stop.is_set():
                 answer = httpx.post(

@@ -1,7 +1,5 @@
 """`edje-index serve --mcp`, asked by the client of the official SDK."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io

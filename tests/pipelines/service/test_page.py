@@ -63,7 +63,7 @@ class Watched:
     home: str
     problems: list[str] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         own = (self.home, "blob:", "data:")
         said = ("error", "warning")
         problems = self.problems
@@ -82,13 +82,13 @@ class Watched:
         )
         self.page.on("dialog", lambda dialog: problems.append(dialog.message))
 
-    def search(self, query: str) -> None:
+    def search(self, query):
         self.page.fill("#query", query)
         with self.page.expect_response("**/search"):
             self.page.press("#query", "Enter")
         self.wait()
 
-    def wait(self) -> None:
+    def wait(self):
         """Wait until the search is finished and its photos are loaded."""
         sync_api.expect(self.page.locator("#status")).to_contain_text(
             "photo", timeout=60_000
@@ -96,14 +96,14 @@ class Watched:
         self.page.wait_for_selector("body:not(.busy)")
         self.page.wait_for_load_state("networkidle")
 
-    def rows(self) -> list[int]:
+    def rows(self):
         """Rows of the photos, in the order of the page."""
         links = self.page.locator("#photos a").evaluate_all(
             "links => links.map(link => link.search)"
         )
         return [int(link.removeprefix("?row=")) for link in links]
 
-    def answer(self, **body: object) -> list[int]:
+    def answer(self, **body):
         """Rows of the hits that the service gives."""
         answer = self.page.request.post(f"{self.home}/search", data={"k": ROWS, **body})
         return [hit["row_id"] for hit in answer.json()["hits"]]
@@ -122,9 +122,8 @@ def watched(browser, service):
 
 def test_the_grid_goes_on_after_the_pool_in_the_order_of_the_embeddings(watched):
     page = watched.page
-    assert len(set(watched.rows())) == ROWS - 1, (
-        "the first page shows the photos of the index"
-    )
+    # the first page shows the photos of the index
+    assert len(set(watched.rows())) == ROWS - 1
     page.goto(f"{watched.home}/?q=a+red+canoe&pool=10")
     watched.wait()
     further = watched.answer(query="a red canoe", score="embedding", skip=10)
@@ -237,7 +236,7 @@ def test_the_comparison_shows_both_orders_and_what_a_precision_changes(watched):
     asked = {"query": "a red canoe", "k": ROWS, "pool": 100, "embedding_order": True}
     expected = page.request.post(f"{watched.home}/search", data=asked).json()
 
-    def rows(order: str) -> list[int]:
+    def rows(order):
         facts = page.locator(f"#{order} .facts").all_inner_texts()
         return [int(text.split(",")[0].removeprefix("row ")) for text in facts]
 
@@ -313,7 +312,8 @@ def test_every_state_is_accessible_and_fits(browser, service, axe, scheme, width
         assert page.evaluate("document.documentElement.scrollWidth") <= width, address
         if address.endswith("pool=10"):
             box = page.locator("#photos img").nth(1).bounding_box()
-            assert box["y"] + box["height"] < 400, "the first screen shows photos"
+            # the first screen shows photos
+            assert box["y"] + box["height"] < 400
         page.evaluate(axe)
         violations = page.evaluate("axe.run().then(result => result.violations)")
         assert not violations, json.dumps(violations, indent=1)[:4000]

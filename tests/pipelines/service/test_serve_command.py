@@ -2,8 +2,6 @@
 large or many.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib
@@ -39,7 +37,7 @@ from tests.pipelines.service.server import (
 KEY = "a-key-of-enough-letters"
 
 
-def connect(service) -> socket.socket:
+def connect(service):
     return socket.create_connection(("127.0.0.1", service.port), timeout=60)
 
 
@@ -79,7 +77,7 @@ def test_requests_need_a_key():
 
 
 def test_a_request_ends_at_its_deadline():
-    async def never(scope, receive, send) -> None:
+    async def never(scope, receive, send):
         await asyncio.Event().wait()
 
     client = TestClient(Guard(never, Limits(deadline_seconds=0.01), [], Metrics()))
@@ -94,11 +92,11 @@ def test_a_cancelled_caller_does_not_free_its_thread():
     begun = []
     may_end = threading.Event()
 
-    def work() -> None:
+    def work():
         begun.append(None)
         may_end.wait(60)
 
-    async def test() -> None:
+    async def test():
         threads = Threads(2, "test")
         for _ in range(6):
             with pytest.raises(TimeoutError):
@@ -179,9 +177,7 @@ def test_requests_finish_after_a_signal(index, tmp_path, number):
     assert re.fullmatch(r"loading \S*photos\.edje\n", service.log.read_text())
 
 
-def begin_request(
-    client: socket.socket, path: str, body_bytes: int, *headers: str
-) -> None:
+def begin_request(client, path, body_bytes, *headers):
     """Send the headers of a request, and wait until the service has begun the
     request and asks for the body.
     """
@@ -200,7 +196,7 @@ def begin_request(
     assert answer.startswith(b"HTTP/1.1 100 ")
 
 
-def wait_until_refused(service) -> None:
+def wait_until_refused(service):
     """Wait until the service accepts no more connections."""
     until = time.monotonic() + 30
     while time.monotonic() < until:
@@ -236,7 +232,7 @@ def test_large_bodies_are_refused_without_taking_memory(index, tmp_path):
         assert resident_bytes(service.process.pid) - before < 48 << 20
         clients = [connect(service) for _ in range(40)]
 
-        def send_most(client: socket.socket) -> None:
+        def send_most(client):
             with contextlib.suppress(OSError):
                 begin_request(client, "/search", 12_000_000)
                 client.sendall(b"x" * 11_000_000)
@@ -266,21 +262,19 @@ def test_slow_clients_are_hung_up_on(index, tmp_path):
             body.sendall(b"Content-Length: 50\r\n\r\n{")
             assert body.recv(64).startswith(b"HTTP/1.1 408 ")
         more = [connect(service) for _ in range(10)]
-        assert httpx.get(f"{service.url}/healthz").status_code == 503, (
-            "all connections are taken"
-        )
+        # all connections are taken
+        assert httpx.get(f"{service.url}/healthz").status_code == 503
         for client in [*silent, *more]:
             assert client.recv(64) == b""
             client.close()
         assert httpx.get(f"{service.url}/healthz").status_code == 200
         kept.request("GET", "/healthz")
-        assert kept.getresponse().status == 200, (
-            "a connection that waits for its next request is kept"
-        )
+        # a connection that waits for its next request is kept
+        assert kept.getresponse().status == 200
         kept.close()
 
 
-def black(side: int) -> str:
+def black(side):
     out = io.BytesIO()
     Image.new("L", (side, side)).save(out, "PNG")
     return base64.b64encode(out.getvalue()).decode()
@@ -299,7 +293,7 @@ def test_image_requests_leave_memory_and_searches_alone(index, tmp_path):
         # reset the peak
         (process / "clear_refs").write_text("5")
 
-        def send(side: int, timeout: float) -> int:
+        def send(side, timeout):
             body = {"inputs": [{"image": black(side)}] * 16}
             with contextlib.suppress(httpx.ReadTimeout):
                 return httpx.post(

@@ -1,7 +1,5 @@
 """Wrong arguments of searches."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from PIL import Image
