@@ -509,22 +509,37 @@ def _first_hits(study: Study, variant: Variant, pool: int = POOL) -> Values:
 def _prior_art(study: Study, variant: Variant) -> Values:
     recalls = _first_hits(study, variant)
     tokens, width = _block_shape(study, variant)
-    bundle = study.trained(variant)
-    index, build = study.build(bundle, "flickr")
-    options = ("--model", bundle, "--pool", _BATCH, "--only", "rerank")
-    report = study.command("search", "bench", "search", index, *options)[1]
+    rows = _search(study, variant)
+    vision = _vision_milliseconds(study, variant)
     # There is no report if commands are only listed.
-    if not report:
+    if not rows:
         return recalls
     # The last row of this batch size is that of the largest number of threads.
-    batch = f"batch {_BATCH},"
-    *_, scored = (row for row in report["rows"] if row["case"].startswith(batch))
+    *_, scored = (row for row in rows if row["case"].startswith(f"batch {_BATCH},"))
     milliseconds = _BATCH / scored["values"]["pairs/s"] * 1e3
     size = 2 * tokens * width / 1000
-    weights = load_file(bundle / JOINT_WEIGHTS).values()
+    weights = load_file(study.trained(variant) / JOINT_WEIGHTS).values()
     millions = sum(tensor.size for tensor in weights) / 1e6
-    vision = 1e3 * _BATCH * build["stage_seconds"]["encode"] / build["indexed"]
     return [*recalls, size, millions, milliseconds, vision]
+
+
+def _stages(study: Study, variant: Variant) -> Values:
+    vision = _vision_milliseconds(study, variant)
+    for row in select(_search(study, variant), table="one query"):
+        values = row["values"]
+        score = values["joint_encoder ms"] + values.get("other_parts ms", 0.0)
+        names = ("text_tower ms", "nearest ms", "fetch ms")
+        return [*(values[name] for name in names), score, vision]
+    return ()
+
+
+def _search(study: Study, variant: Variant) -> list[Report]:
+    bundle = study.trained(variant)
+    index = study.build(bundle, "flickr")[0]
+    options = ("--model", bundle, "--pool", _BATCH, "--only", "rerank")
+    report = study.command("search", "bench", "search", index, *options)[1]
+    rows: list[Report] = report.get("rows", [])
+    return rows
 
 
 def _quantized(study: Study, variant: Variant, precision: str) -> Values:
@@ -563,6 +578,16 @@ def _block_shape(study: Study, variant: Variant) -> list[Any]:
     return shape
 
 
+def _words(study: Study, variant: Variant) -> Values:
+    index = study.build(study.trained(variant), "flickr")[0]
+    tokens, _ = _block_shape(study, variant)
+    report = study.command("words", "explain", index, "--out", f"{OUT}/explain.html")[1]
+    if not report:
+        return ()
+    words = report["words"]
+    return [tokens, len(words["words"]), 100 * words["unused"] / words["tokens"]]
+
+
 def _full(study: Study, variant: Variant, dataset: str) -> Values:
     phase = "pretrain" if dataset == "flickr" else "finetune"
     bundle = study.trained(variant, phase)
@@ -583,12 +608,25 @@ def _fetch(study: Study, _variant: Variant) -> Values:
     return [rates.get(workload.title) for workload in (contiguous, fetch.PAPER)]
 
 
+def _vision_milliseconds(study: Study, variant: Variant) -> float | None:
+    """Return the milliseconds that the vision tower and the adapter take for 64 images.
+    Return None if commands are only listed.
+    """
+    report = study.build(study.trained(variant), "flickr")[1]
+    if not report:
+        return None
+    seconds = report["stage_seconds"]["encode"]
+    return float(1e3 * _BATCH * seconds / report["indexed"])
+
+
 _MEASURES: Mapping[str, Callable[..., Values]] = {
     "prior_art": _prior_art,
     "recalls": _recalls,
     "first_hits": _first_hits,
     "quantized": _quantized,
     "aligned": _aligned,
+    "words": _words,
     "full": _full,
     "fetch": _fetch,
+    "stages": _stages,
 }
