@@ -578,16 +578,6 @@ def _block_shape(study: Study, variant: Variant) -> list[Any]:
     return shape
 
 
-def _words(study: Study, variant: Variant) -> Values:
-    index = study.build(study.trained(variant), "flickr")[0]
-    tokens, _ = _block_shape(study, variant)
-    report = study.command("words", "explain", index, "--out", f"{OUT}/explain.html")[1]
-    if not report:
-        return ()
-    words = report["words"]
-    return [tokens, len(words["words"]), 100 * words["unused"] / words["tokens"]]
-
-
 def _full(study: Study, variant: Variant, dataset: str) -> Values:
     phase = "pretrain" if dataset == "flickr" else "finetune"
     bundle = study.trained(variant, phase)
@@ -625,7 +615,6 @@ _MEASURES: Mapping[str, Callable[..., Values]] = {
     "first_hits": _first_hits,
     "quantized": _quantized,
     "aligned": _aligned,
-    "words": _words,
     "full": _full,
     "fetch": _fetch,
     "stages": _stages,

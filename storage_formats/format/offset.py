@@ -15,7 +15,7 @@ from storage_formats.codecs import Blocks, Codec, codec
 from storage_formats.format.checksum import crc32c
 from storage_formats.format.file_check import committed_content
 from storage_formats.format.layout import IndexSpec, OffsetBlock
-from storage_formats.format.manifest import CommittedIndex, offset_files
+from storage_formats.format.manifest import offset_files
 
 if TYPE_CHECKING:
     from storage_formats.format.places import Place
@@ -100,13 +100,6 @@ def read_offset(place: Place, spec: IndexSpec) -> Offset | None:
         offset = offset.reshape(m, d)
         check_offset(offset, spec.block_shape)
     return offset
-
-
-def copy_offset(index: CommittedIndex, target: Place) -> None:
-    """Write the offset block of `index` to another index, if `index` has one."""
-    offset = read_offset(index.place, index.spec)
-    if offset is not None:
-        write_offset(target, offset)
 
 
 def stored_codec(place: Place, spec: IndexSpec, name: str) -> Codec:
