@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
@@ -90,7 +91,7 @@ def test_a_request_ends_at_its_deadline():
     )
 
 
-def test_a_cancelled_caller_does_not_free_its_thread():
+def test_a_cancelled_caller_does_not_free_its_thread(monkeypatch):
     begun = []
     may_end = threading.Event()
 
@@ -100,6 +101,12 @@ def test_a_cancelled_caller_does_not_free_its_thread():
 
     async def test() -> None:
         threads = Threads(2, "test")
+        refuse = Mock(side_effect=RuntimeError("can't start new thread"))
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            for _ in range(3):
+                with pytest.raises(RuntimeError):
+                    await threads.run(time.monotonic)
         for _ in range(6):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(threads.run(work), 0.05)
