@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import httpx
@@ -28,6 +29,7 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from edje_index import Client
+from pipelines.service import routes
 from pipelines.service.guard import Guard, Limits, Metrics
 from pipelines.service.server import listen
 from pipelines.service.state import Threads
@@ -117,6 +119,38 @@ def test_a_cancelled_caller_does_not_free_its_thread(monkeypatch):
         assert len(begun) == 3
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("route", "reads"),
+    [
+        (partial(routes.thumbnail, side=64), "thumbnail_of"),
+        (routes.photo, "read_photo"),
+    ],
+)
+def test_a_cancelled_request_does_not_free_its_thread(monkeypatch, route, reads):
+    begun = []
+    may_end = threading.Event()
+
+    def read(*_):
+        begun.append(None)
+        may_end.wait(60)
+
+    async def row_of(*_):
+        return object(), {}
+
+    monkeypatch.setattr(routes, reads, read)
+    monkeypatch.setattr(routes, "_photo_row", row_of)
+
+    async def test() -> None:
+        state = SimpleNamespace(files=Threads(1, "test"))
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(route(state, None, row_id=3), 0.05)
+        may_end.set()
+
+    asyncio.run(test())
+    assert len(begun) == 1
 
 
 def test_invalid_keys_are_refused_and_not_shown(index, run, monkeypatch):
