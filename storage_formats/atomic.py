@@ -9,11 +9,11 @@ import json
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from storage_formats.system_calls import MissingCallError, promised
+from storage_formats.threads import run_threads
 
 Json: TypeAlias = dict[str, Any]
 """A JSON object."""
@@ -50,8 +50,8 @@ def fsync_path(path: Path) -> None:
 def fsync_paths(paths: Iterable[Path]) -> None:
     """Call `fsync_path` once for each distinct path, in parallel."""
     # A journalling file system can commit parallel flushes together.
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(fsync_path, set(paths)))
+    distinct = list(set(paths))
+    run_threads(fsync_path, distinct, min(8, len(distinct)))
 
 
 def make_directories(path: Path) -> None:

@@ -283,6 +283,26 @@ def run_chunks(
     )
 
 
+def submit(
+    pool: ThreadPoolExecutor, work: Callable[[_Item], _Result], item: _Item
+) -> Future[_Result]:
+    """Submit `work(item)` to `pool`. If the system allows no further thread, the
+    calling thread does this work and all later work, and the pool ends.
+    """
+    try:
+        return pool.submit(work, item)
+    except RuntimeError:
+        # The pool has queued the item nevertheless. The threads that did start finish
+        # the queue first, because two threads must not work on one item at once.
+        pool.shutdown()
+    result: Future[_Result] = Future()
+    try:
+        result.set_result(work(item))
+    except Exception as error:
+        result.set_exception(error)
+    return result
+
+
 def ordered_results(
     items: Iterable[_Item], submit: Callable[[_Item], Future[_Result]], *, ahead: int
 ) -> Iterator[_Result]:
@@ -312,7 +332,7 @@ def ordered_map(
     waits = True
     try:
         yield from ordered_results(
-            items, lambda item: pool.submit(work, item), ahead=ahead
+            items, lambda item: submit(pool, work, item), ahead=ahead
         )
     except KeyboardInterrupt:
         # A thread may hang in a read, and Ctrl-C must not wait for it.

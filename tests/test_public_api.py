@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,8 @@ import edje_index
 from edje_index import Client, CrossEncoder, LateInteractionSearch, TokenIndex
 from edje_index.bundles.bundle import write_feature_bundle
 from edje_index.integrations.documents import find_images, rerank_metadata
-from pipelines import build_index
+from pipelines import build_index, copy_index, delete_rows
+from pipelines.jobs.snapshots import roll_back
 from pipelines.service.server import listen
 from storage_formats import (
     RowIdError,
@@ -143,6 +145,14 @@ def rows_of_late_interaction(k):
     return [hit.row_id for hit in search.search(np.ones((1, 16)), k, row_ids=range(9))]
 
 
+def rolled_back(snapshot):
+    """The change that restores a snapshot, written to a copy."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy_index("photos.edje", f"{folder}/copy.edje")
+        delete_rows(f"{folder}/copy.edje", [1])
+        return roll_back(f"{folder}/copy.edje", snapshot).change
+
+
 # For each argument, a number, and a call with it.
 NUMBERS: dict[str, tuple[float, Callable[[Any, TokenIndex], Any]]] = {
     "Hits.first": (2, lambda n, index: index.search("a", 3).first(n)),
@@ -169,6 +179,7 @@ NUMBERS: dict[str, tuple[float, Callable[[Any, TokenIndex], Any]]] = {
     ),
     "late interaction": (3, lambda n, _: rows_of_late_interaction(n)),
     "snapshot": (0, lambda n, _: len(TokenStore.open("photos.edje", snapshot=n))),
+    "roll_back": (0, lambda n, _: rolled_back(n)),
     "Client timeout": (1.5, lambda n, _: Client("http://a", timeout=n).close()),
     "listen": (0, lambda n, _: listen("127.0.0.1", n).close()),
 }

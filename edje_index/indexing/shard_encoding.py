@@ -36,7 +36,7 @@ from storage_formats.format.rows import (
     with_source_values,
 )
 from storage_formats.format.source_columns import SourceColumn
-from storage_formats.threads import ordered_results
+from storage_formats.threads import ordered_results, submit
 from storage_formats.writing.shard_writer import ShardWriter, outside
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _encode_at(
         stack.callback(pool.shutdown, cancel_futures=True)
         ends = ordered_results(
             parts,
-            lambda part: pool.submit(prepare_part, part),
+            lambda part: submit(pool, prepare_part, part),
             ahead=(batches - 1) * -(-size // step),
         )
         failed = 0

@@ -20,6 +20,7 @@ from typing import Any
 from pipelines.collector import paused_collector
 from pipelines.progress.events import OnEvent, ShouldStop
 from storage_formats.errors import EdjeError, TaskInterrupted
+from storage_formats.threads import submit
 
 _POLL_SECONDS = 0.2
 
@@ -126,7 +127,7 @@ def run_inline(
             # Submit up to two tasks per thread, so that a thread that has ended a task
             # finds the next one.
             new = itertools.islice(remaining, 2 * threads - len(running))
-            running.update(pool.submit(run, task) for task in new)
+            running.update(submit(pool, run, task) for task in new)
             if not running:
                 return
             done, running = wait(running, _POLL_SECONDS, FIRST_COMPLETED)

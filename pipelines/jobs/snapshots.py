@@ -27,7 +27,7 @@ from pipelines.progress.events import (
     ignore,
     never,
 )
-from storage_formats.arguments import as_list, did_you_mean, optional_count
+from storage_formats.arguments import as_count, as_list, did_you_mean, optional_count
 from storage_formats.atomic import Json
 from storage_formats.change import Removal, collect_garbage
 from storage_formats.errors import UsageError
@@ -246,6 +246,7 @@ def roll_back(
     # import of `check_files` would make it take a tenth longer.
     from storage_formats.verify import check_files
 
+    snapshot = as_count(snapshot, "snapshot", 0)
     with begin(index, "rollback") as change:
         if snapshot == change.index.manifest.snapshot.number:
             raise UsageError(

@@ -154,9 +154,16 @@ class Batcher:
             self._jobs = [job for job in self._jobs if job not in batch]
             self._running_cost = cost
             started = time.monotonic()
-            results = await asyncio.get_running_loop().run_in_executor(
-                self._thread, _run, batch
-            )
+            try:
+                results = await asyncio.get_running_loop().run_in_executor(
+                    self._thread, _run, batch
+                )
+            except RuntimeError as error:
+                # The system allows no further thread. A later batch tries again.
+                for job in batch:
+                    if not job.answer.done():
+                        job.answer.set_exception(error)
+                continue
             seconds = time.monotonic() - started
             rate = cost / max(seconds, 1e-6)
             average = self._tokens_per_second

@@ -8,6 +8,7 @@ import binascii
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Path, Request
@@ -73,16 +74,24 @@ class Threads:
 
     def __init__(self, count: int, name: str) -> None:
         self._free = asyncio.Semaphore(count)
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix=name)
+        self._new_pool = partial(ThreadPoolExecutor, count, name)
+        self._pool = self._new_pool()
 
     async def run(self, function: Callable[..., _Item], *arguments: Any) -> _Item:
         """Call `function` on one of the threads as soon as a thread is free."""
         # The queue of the pool would keep the arguments of a cancelled request, such as
         # images, until a thread is free. A cancelled request leaves this queue at once.
         await self._free.acquire()
-        running = asyncio.get_running_loop().run_in_executor(
-            self._pool, function, *arguments
-        )
+        try:
+            running = asyncio.get_running_loop().run_in_executor(
+                self._pool, function, *arguments
+            )
+        except RuntimeError:
+            # The system allows no further thread. The pool has queued the call
+            # nevertheless, and would later start too few threads.
+            self._pool = self._new_pool()
+            self._free.release()
+            raise
         running.add_done_callback(lambda _: self._free.release())
         return await asyncio.shield(running)
 

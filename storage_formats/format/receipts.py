@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from storage_formats.format.file_check import FileEntry
 from storage_formats.format.json_values import read_json, write_json
 from storage_formats.format.layout import FORMAT_VERSION
 from storage_formats.format.places import Place
+from storage_formats.threads import ordered_map
 
 _READS_AT_ONCE = 8
 
@@ -99,16 +99,17 @@ def read_receipts(
     """
     existing = {*place.names(place.receipts)}
     wanted = [shard for shard in shards if place.receipt(shard) in existing]
-    with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
-        read = pool.map(place.read, map(place.receipt, wanted))
-        receipts: dict[int, ShardReceipt] = {}
-        for shard, data in zip(wanted, read, strict=True):
-            with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):
-                value = json.loads(data or b"")
-                receipt: ShardReceipt = read_json(ShardReceipt, value)
-                written = (value["crc32c"], receipt.plan, receipt.shard)
-                if written == (json_checksum(value), fingerprint, shard):
-                    receipts[shard] = receipt
+    read = ordered_map(
+        place.read, map(place.receipt, wanted), _READS_AT_ONCE, 2 * _READS_AT_ONCE
+    )
+    receipts: dict[int, ShardReceipt] = {}
+    for shard, data in zip(wanted, read, strict=True):
+        with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):
+            value = json.loads(data or b"")
+            receipt: ShardReceipt = read_json(ShardReceipt, value)
+            written = (value["crc32c"], receipt.plan, receipt.shard)
+            if written == (json_checksum(value), fingerprint, shard):
+                receipts[shard] = receipt
     lengths = place.lengths(
         file for receipt in receipts.values() for file in receipt.files
     )

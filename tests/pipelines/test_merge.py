@@ -75,7 +75,9 @@ def check_part(merged, part, rows, first):
         assert row == original
 
 
-def test_rows_keep_their_content_and_get_consecutive_ids(pair, tmp_path):
+def test_rows_keep_their_content_and_get_consecutive_ids(pair, tmp_path, monkeypatch):
+    # It compares every hash with every hash of strings.
+    monkeypatch.setattr(np, "isin", None)
     left, right, *_ = pair
     delete_rows(left, rows=[3])
     delete_rows(right, rows=[22])

@@ -2,6 +2,7 @@
 of its own and sees it end.
 """
 
+import contextlib
 import functools
 import os
 import shutil
@@ -203,3 +204,22 @@ def test_a_ray_that_was_imported_with_open_settings_is_refused():
         "set RAY_AUTH_MODE=token and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before you"
         " import ray" in done.stderr
     )
+
+
+@pytest.mark.parametrize("is_hidden", [True, False])
+def test_a_hook_is_used_where_a_folder_hides_the_packages(
+    tmp_path, monkeypatch, is_hidden
+):
+    ray = pytest.importorskip("ray")
+    options = {}
+    monkeypatch.setattr(ray, "init", options.update)
+    if is_hidden:
+        (tmp_path / "pipelines").mkdir()
+        (tmp_path / "pipelines" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "script.py")])
+    with contextlib.ExitStack() as stack:
+        monkeypatch.setattr(ray, "shutdown", lambda: None)
+        ray_engine._initialize(stack)
+    hook = {"worker_process_setup_hook": "storage_formats.launch.share_package"}
+    assert options["runtime_env"] == (hook if is_hidden else None)

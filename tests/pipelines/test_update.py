@@ -512,7 +512,7 @@ def test_changed_columns_of_a_list_are_replaced_without_encoding(photos, config)
     assert captions(root)["02.jpg"] is None
 
 
-@pytest.mark.parametrize("rewrite", ["nothing", "compact", "erase", "merge"])
+@pytest.mark.parametrize("rewrite", ["nothing", "compact", "copy", "erase", "merge"])
 def test_edited_values_stay_until_they_are_unset(photos, config, tmp_path, rewrite):
     path = photos / "list.csv"
 
@@ -528,6 +528,7 @@ def test_edited_values_stay_until_they_are_unset(photos, config, tmp_path, rewri
     write("a", "b", "C", "D", "e")
     assert update(root).edited == 2
     expected = dict.fromkeys(edited, "mine") | {"03.jpg": "D", "04.jpg": "e"}
+    sources: list[Path] = []
     dense = tmp_path / "dense.edje"
     if rewrite == "erase":
         delete_rows(root, rows=[ids["04.jpg"]], erase=True)
@@ -535,6 +536,11 @@ def test_edited_values_stay_until_they_are_unset(photos, config, tmp_path, rewri
     elif rewrite == "compact":
         compact_index(root, dense)
         root = dense
+    elif rewrite == "copy":
+        copy_index(root, dense, rows=[ids[name] for name in expected])
+        root = dense
+        # a copy of some rows does not record the sources
+        sources = [path]
     elif rewrite == "merge":
         write_photo(tmp_path / "other" / "90.jpg", 90)
         other = config(sources=[str(tmp_path / "other")], out=tmp_path / "other.edje")
@@ -542,15 +548,15 @@ def test_edited_values_stay_until_they_are_unset(photos, config, tmp_path, rewri
         root = dense
         expected["90.jpg"] = None
     assert captions(root) == expected
-    assert update(root).edited == 0
+    assert update(root, *sources).edited == 0
     # back to what the photos were built with, and what a user had replaced
     write("a", "B", "c", "d", "e")
-    assert update(root).edited == 3
+    assert update(root, *sources).edited == 3
     expected["03.jpg"] = "d"
     assert captions(root) == expected
     set_columns(root, [], where="caption = 'mine'", unset=["caption"])
     assert captions(root) == expected | {"00.jpg": "a", "01.jpg": "B", "02.jpg": "c"}
-    assert update(root).edited == 0
+    assert update(root, *sources).edited == 0
     assert problems_and_counts(root) == []
 
 
@@ -762,6 +768,17 @@ def test_a_damaged_sidecar_in_an_archive_is_not_taken_for_empty(
     assert read_rows(root)["captions"].to_pylist() == [["a dog"]]
     write(b"a cat")
     assert update(root).edited == 1
+
+
+def test_captions_behind_the_end_of_a_cut_archive_stay(config, photos, tmp_path):
+    photo = (photos / "00.jpg").read_bytes()
+    members = {"00.jpg": photo, "00.txt": b"a dog" * 1000}
+    path = write_tar(tmp_path / "photos.tar", members)
+    root = build(config(sources=[str(path)]))
+    before = read_rows(root)["captions"].to_pylist()
+    os.truncate(path, path.read_bytes().index(b"a dog") + 100)
+    assert update(root).edited == 0
+    assert read_rows(root)["captions"].to_pylist()[:1] == before
 
 
 def test_moved_files_keep_their_rows_and_are_not_encoded_again(

@@ -8,9 +8,11 @@ import copy
 import functools
 import json
 import operator
+from functools import partial
 
 import pytest
 
+from pipelines import copy_index, delete_rows
 from storage_formats import (
     CorruptIndexError,
     Manifest,
@@ -126,3 +128,16 @@ def test_a_precision_that_was_removed_is_named(root, name):
     change(root, precisions=["bf16", name])
     with pytest.raises(UsageError, match=rf"'{name}' was removed; .* 0\.1\.0"):
         TokenStore.open(root)
+
+
+@pytest.mark.parametrize("name", ["../../x", "/abs", "..", "fp8/../bf16"])
+def test_a_precision_cannot_name_another_place(root, name, tmp_path_factory):
+    change(root, precisions=["bf16", name])
+    out = tmp_path_factory.mktemp("out") / "copy"
+    for job in (
+        verify_index,
+        partial(delete_rows, rows=[1]),
+        partial(copy_index, out=out),
+    ):
+        with pytest.raises(UsageError, match="unknown precision"):
+            job(root)

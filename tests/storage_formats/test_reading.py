@@ -15,6 +15,8 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from unittest.mock import Mock
 
 import ml_dtypes
 import numpy as np
@@ -22,13 +24,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage_formats import CorruptIndexError, TokenStore, UsageError, codec, threads
+from pipelines import copy_index, delete_rows
+from storage_formats import (
+    CorruptIndexError,
+    RowIdError,
+    TokenStore,
+    UsageError,
+    codec,
+    threads,
+    verify_index,
+)
 from storage_formats.format.layout import Layout
 from storage_formats.reading import direct, queues
 from storage_formats.reading.batch import PIECE_RECORDS
 from storage_formats.reading.files import ShardFiles
 from storage_formats.reading.queues import Queue, borrow_queue
-from tests.conftest import REPO, same_bits
+from tests.conftest import REPO, same_bits, write_random_index
 from tests.storage_formats import reading_cases
 from tests.storage_formats.reading_cases import (
     ALL,
@@ -362,6 +373,32 @@ def test_a_fetch_without_helper_threads_works_in_the_calling_thread(
     monkeypatch.setattr("storage_formats.threads.default_threads", lambda: 4)
     blocks = TokenStore.open(built[0], "fp8", engine).fetch(range(SPEC.rows))
     assert same_bits(blocks, whole["fp8"])
+
+
+def test_checks_and_changes_work_in_the_calling_thread(tmp_path, monkeypatch):
+    root = tmp_path / "index"
+    blocks = write_random_index(root, replace(SPEC, rows=40, shard_size=8))
+    refuse = Mock(side_effect=RuntimeError("can't start new thread"))
+    monkeypatch.setattr("_thread.start_new_thread", refuse)
+    monkeypatch.setattr("storage_formats.threads._threads", threads._HelperThreads())
+    started = []
+    start = threading.Thread.start
+
+    def start_one(thread):
+        started.append(thread)
+        return start(thread) if len(started) == 1 else refuse()
+
+    for first in (start_one, refuse):
+        monkeypatch.setattr(threading.Thread, "start", first)
+        assert verify_index(root) == []
+    (batch,) = TokenStore.open(root).iter_fetch([[1, 39]])
+    assert same_bits(batch, blocks[[1, 39]])
+    with pytest.raises(RowIdError):
+        next(TokenStore.open(root).iter_fetch([[40]]))
+    assert copy_index(root, tmp_path / "whole").rows == 40
+    assert copy_index(root, tmp_path / "some", rows=[3]).rows == 1
+    assert delete_rows(root, [5], erase=True).erased == 1
+    assert verify_index(root) == []
 
 
 @linux

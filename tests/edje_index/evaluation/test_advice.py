@@ -52,9 +52,17 @@ SIGN1 = ("sign1", 3200, -6.0, 0.4)
 @pytest.mark.parametrize(
     ("changes", "kept", "next_change"),
     [
-        ([FP8, NVFP4, SIGN1], "nvfp4: 13.8 kB per image, -0.2 points", "sign1"),
+        (
+            [FP8, NVFP4, SIGN1],
+            "nvfp4: 13.8 kB per image, -0.2 points of R@1 (-0.6 to +0.2)",
+            "sign1",
+        ),
         # Its interval reaches beyond a point.
-        ([FP8, (*NVFP4[:3], 0.9)], "fp8: 24.6 kB per image, -0.0 points", "nvfp4"),
+        (
+            [FP8, (*NVFP4[:3], 0.9)],
+            "fp8: 24.6 kB per image, -0.0 points of R@1 (-0.4 to +0.4)",
+            "nvfp4",
+        ),
         ([SIGN1], "bf16: 49.2 kB per image, +0.0 points", "sign1"),
     ],
 )

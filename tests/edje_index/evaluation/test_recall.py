@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from edje_index.evaluation.evaluate import evaluate
+from edje_index.evaluation.pools import split_set
 from edje_index.evaluation.recall import (
     ClusterBootstrap,
     embedding_pools,
@@ -138,3 +139,14 @@ def test_intervals_are_those_of_scipy_on_the_same_draws():
 def test_an_invalid_argument_is_named(wrong):
     with pytest.raises(UsageError, match=f"^{next(iter(wrong))} must be"):
         evaluate("none.edje", **wrong)
+
+
+def test_fewer_queries_are_drawn_from_all():
+    every = split_set([["a"]] * 1000, np.arange(1000))
+    few = every.subsampled(10, 0)
+    more = every.subsampled(20, 0)
+    for name in ("query_captions", "query_rows"):
+        drawn = set(getattr(few, name))
+        assert len(drawn) == 10
+        assert max(drawn) > 500
+        assert drawn < set(getattr(more, name))

@@ -372,6 +372,7 @@ def test_a_notebook_escapes_names_and_survives_a_lost_index():
     assert "<script>" not in html
     assert "&lt;script&gt;" in html
     assert html.count("no image") == 50
+    assert html.count('dir="auto"') == 100
     assert "and 10 more" in html
 
 

@@ -258,9 +258,12 @@ def test_every_step_has_the_published_rate(config, first, epochs, steps_per_epoc
     )
 
 
-def test_a_continued_cosine_schedule_has_no_warm_up():
+@pytest.mark.parametrize("epochs_before", [0, 2])
+def test_a_continued_cosine_schedule_has_no_warm_up(epochs_before):
     config = PRETRAINING.model_copy(update={"decay": "cosine"})
-    rates = [learning_rate(step, 300, 1000, config, 2) for step in range(300)]
+    rates = [
+        learning_rate(step, 300, 1000, config, epochs_before) for step in range(300)
+    ]
     assert rates[0] == pytest.approx(config.lr, rel=1e-12)
     assert rates == sorted(rates, reverse=True)
 

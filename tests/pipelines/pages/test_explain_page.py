@@ -84,6 +84,8 @@ def test_rows_show_their_image_and_the_words_of_their_tokens(
     assert all(word in text for word, _ in result["rows"][0]["words"]["words"])
     assert f"{precision} tokens" in text
     assert result["words"]["tokens"] == 7 * 4
+    automatic = {tag for tag, each in page.tags if each.get("dir") == "auto"}
+    assert automatic == {"li", "div", "span", "td"}
 
 
 def test_the_page_loads_nothing_from_elsewhere_and_escapes_names(case, run, tmp_path):

@@ -4,6 +4,7 @@ computed.
 
 import asyncio
 import threading
+from unittest.mock import Mock
 
 import pytest
 from starlette.exceptions import HTTPException
@@ -93,6 +94,15 @@ def test_an_error_reaches_its_own_request_and_the_queue_goes_on(bad, kind):
     assert isinstance(error, kind)
     assert (first, last) == (2, 6) or bad == 99
     assert together(model.of(4)) == [8]
+
+
+def test_a_model_thread_that_cannot_start_fails_its_batch_only(monkeypatch):
+    model = Model()
+    error = RuntimeError("can't start new thread")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=error))
+        assert together(model.of(1), model.of(2)) == [error, error]
+    assert together(model.of(3)) == [6]
 
 
 def test_a_full_queue_refuses_and_abandoned_requests_leave_it():

@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
@@ -25,6 +27,7 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from edje_index import Client
+from pipelines.service import routes
 from pipelines.service.guard import Guard, Limits, Metrics
 from pipelines.service.server import listen
 from pipelines.service.state import Threads
@@ -88,7 +91,7 @@ def test_a_request_ends_at_its_deadline():
     )
 
 
-def test_a_cancelled_caller_does_not_free_its_thread():
+def test_a_cancelled_caller_does_not_free_its_thread(monkeypatch):
     begun = []
     may_end = threading.Event()
 
@@ -98,6 +101,12 @@ def test_a_cancelled_caller_does_not_free_its_thread():
 
     async def test():
         threads = Threads(2, "test")
+        refuse = Mock(side_effect=RuntimeError("can't start new thread"))
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            for _ in range(3):
+                with pytest.raises(RuntimeError):
+                    await threads.run(time.monotonic)
         for _ in range(6):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(threads.run(work), 0.05)
@@ -108,6 +117,38 @@ def test_a_cancelled_caller_does_not_free_its_thread():
         assert len(begun) == 3
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("route", "reads"),
+    [
+        (partial(routes.thumbnail, side=64), "thumbnail_of"),
+        (routes.photo, "read_photo"),
+    ],
+)
+def test_a_cancelled_request_does_not_free_its_thread(monkeypatch, route, reads):
+    begun = []
+    may_end = threading.Event()
+
+    def read(*_):
+        begun.append(None)
+        may_end.wait(60)
+
+    async def row_of(*_):
+        return object(), {}
+
+    monkeypatch.setattr(routes, reads, read)
+    monkeypatch.setattr(routes, "_photo_row", row_of)
+
+    async def test() -> None:
+        state = SimpleNamespace(files=Threads(1, "test"))
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(route(state, None, row_id=3), 0.05)
+        may_end.set()
+
+    asyncio.run(test())
+    assert len(begun) == 1
 
 
 def test_invalid_keys_are_refused_and_not_shown(index, run, monkeypatch):

@@ -433,7 +433,9 @@ def test_pages_are_offline_and_cannot_be_embedded(http):
     for path in ("/redoc", "/nothing"):
         assert http.get(path).json()["error"]["code"] == "not_found"
     assert http.get("/openapi.json").json()["paths"].keys() >= {*GETS[:3], *POSTS}
-    headers = http.get("/").headers
+    page = http.get("/")
+    assert page.text.count('dir="auto"') == 7
+    headers = page.headers
     assert "default-src 'none'" in headers["content-security-policy"]
     assert headers["cross-origin-resource-policy"] == "same-origin"
     assert headers["x-content-type-options"] == "nosniff"
