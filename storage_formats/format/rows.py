@@ -86,7 +86,7 @@ VALUE_SCHEMA = pa.schema(
     ]
 )
 """Columns of a table of new values, see `with_values`."""
-_HASH_DIGITS = 64
+_HASH = "^[0-9a-fA-F]{64}$"
 # number of files of `rows/` that are downloaded in parallel
 _FILES_AT_ONCE = 16
 
@@ -117,6 +117,14 @@ class RowEntry:
         self.status = FAILED
         self.reason = reason
         self.detail = detail
+
+
+def check_hashes(hashes: pa.Array) -> None:
+    """Raise ValueError unless each of `hashes`, values of the column `content_hash`, is
+    null or a SHA-256 hash in hexadecimal digits.
+    """
+    if pc.all(pc.match_substring_regex(hashes, _HASH)).as_py() is False:
+        raise ValueError("a content hash is not one of SHA-256 in hexadecimal")
 
 
 def rows_table(entries: Sequence[RowEntry]) -> pa.Table:
@@ -402,11 +410,7 @@ def _groups(
             if not len(ids):
                 raise ValueError("it has a row group without rows")
             if "content_hash" in rows.column_names:
-                hashes = rows["content_hash"].drop_null()
-                is_long = pc.equal(pc.binary_length(hashes), _HASH_DIGITS)
-                is_hash = pc.and_(is_long, pc.string_is_ascii(hashes))
-                if len(hashes) and not pc.all(is_hash).as_py():
-                    raise ValueError("a content hash is not one of SHA-256")
+                check_hashes(rows["content_hash"])
             first = int(ids[0])
             stop = int(ids[-1]) + 1
             expected = [

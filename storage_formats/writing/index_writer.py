@@ -49,6 +49,7 @@ from storage_formats.format.receipts import ShardReceipt, fetch_written, fingerp
 from storage_formats.format.rows import (
     ROW_SCHEMA,
     RowEntry,
+    check_hashes,
     rows_table,
     with_source_values,
 )
@@ -626,6 +627,8 @@ def _column(field: pa.Field, values: Sequence[Any]) -> list[Any]:
     """
     try:
         column = pa.array([*map(python_value, values)]).cast(field.type)
+        if field.name == "content_hash":
+            check_hashes(column)
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         raise UsageError(
             f"column {field.name} of rows cannot be converted to {field.type}: {error}"
