@@ -293,7 +293,8 @@ def submit(
         return pool.submit(work, item)
     except RuntimeError:
         # The pool has queued the item nevertheless. The threads that did start finish
-        # the queue first, because two threads must not work on one item at once.
+        # the queue first, because two threads must not work on one item at once. If
+        # there is such a thread, the calling thread does the item once more.
         pool.shutdown()
     result: Future[_Result] = Future()
     try:

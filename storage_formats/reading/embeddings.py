@@ -110,7 +110,8 @@ def read_embeddings(
 
     Args:
         row_ids: [k], row ids in any order. Duplicates are allowed.
-        compares_all: True never skips the check of a file.
+        compares_all: True compares each file with its checksum, also if the index is
+            large, and if this process has compared the file before.
     """
     spec = index.manifest.spec
     ids = check_row_ids(row_ids, spec.rows)
@@ -123,7 +124,7 @@ def read_embeddings(
     index.fetch(committed.values())
     files = ShardFiles(index.root, EMBEDDING_FILE)
     try:
-        return _read_rows(files, spec, ids, committed)
+        return _read_rows(files, spec, ids, committed, only_first_use=not compares_all)
     finally:
         files.close()
 
@@ -133,10 +134,13 @@ def _read_rows(
     spec: IndexSpec,
     row_ids: NDArray[np.int64],
     committed: dict[int, FileEntry],
+    *,
+    only_first_use: bool,
 ) -> NDArray[np.float32]:
     """Read the embeddings of `row_ids`, float32 [k, embed_dim].
 
-    The files of shards in `committed` must match their file entries.
+    The files of shards in `committed` must match their file entries, see
+    `compare_open`.
     """
     size = 4 * spec.embed_dim
     distinct, inverse = np.unique(row_ids, return_inverse=True)
@@ -151,7 +155,9 @@ def _read_rows(
             for shard, file in held.items():
                 _check_length(file.path, file.size, spec)
                 if entry := committed.get(shard):
-                    problem = compare_open(file.fd, entry, only_first_use=True)
+                    problem = compare_open(
+                        file.fd, entry, only_first_use=only_first_use
+                    )
                     refuse(file.path, problem, spec.shard_rows(shard))
             requests = [
                 (held[shard], offset, target) for shard, offset, target in ranges

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import zarr
@@ -46,3 +48,15 @@ def test_a_file_other_than_the_committed_one_is_noticed(index, rows, damage):
     with pytest.raises(CorruptIndexError, match=path.name) as caught:
         read_embeddings(opened, rows)
     assert caught.value.row_ids == tuple(range(64, 128))
+
+
+def test_a_copy_compares_files_whose_times_have_not_changed(index):
+    opened = CommittedIndex.open(index[0])
+    read_embeddings(opened, [70])
+    path = Layout(index[0]).embedding_shard(1)
+    times = path.stat()
+    flip(path, 400)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    read_embeddings(opened, [70])
+    with pytest.raises(CorruptIndexError, match=path.name):
+        read_embeddings(opened, [70], compares_all=True)
