@@ -135,7 +135,7 @@ def _read_rows(
     row_ids: NDArray[np.int64],
     committed: dict[int, FileEntry],
     *,
-    only_first_use: bool,
+    only_first_use: bool = True,
 ) -> NDArray[np.float32]:
     """Read the embeddings of `row_ids`, float32 [k, embed_dim].
 
