@@ -12,6 +12,7 @@ followed by the n patches.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -87,10 +88,15 @@ class VisionTower(nn.Module, ABC):
         Raises:
             ModelError: the last layer has another kind of attention.
         """
+        # Another thread may run the same layer meanwhile.
+        caller = threading.get_ident()
         normalized: list[Tensor] = []
-        handle = self._last_norm().register_forward_hook(
-            lambda _module, _inputs, output: normalized.append(output)
-        )
+
+        def keep(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+            if threading.get_ident() == caller:
+                normalized.append(output)
+
+        handle = self._last_norm().register_forward_hook(keep)
         try:
             patches, embeddings = self.encode(pixels)
         finally:

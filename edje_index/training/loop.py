@@ -333,15 +333,19 @@ def run_worker(
                                 name: part.cpu()
                                 for name, part in module.state_dict().items()
                             }
-                            saved = TrainState(
-                                task.run,
-                                phase,
-                                done,
-                                epochs,
-                                weights,
-                                optimizer.state_dict(),
+                            # A name would keep the state of the optimiser in memory
+                            # during the next phase.
+                            save_checkpoint(
+                                run.folder,
+                                TrainState(
+                                    task.run,
+                                    phase,
+                                    done,
+                                    epochs,
+                                    weights,
+                                    optimizer.state_dict(),
+                                ),
                             )
-                            save_checkpoint(run.folder, saved)
                         # The other workers wait until the checkpoint is written.
                         group.any(False)
                     if stop and done < steps:

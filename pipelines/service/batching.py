@@ -65,7 +65,7 @@ class Batcher:
         self._metrics = metrics
         metrics.waiting.set_function(lambda: len(self._jobs))
         self._jobs: list[_Job] = []
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._thread = _model_thread()
         self._batches: asyncio.Task[None] | None = None
         self._running_cost = 0
         self._tokens_per_second: float | None = None
@@ -159,7 +159,9 @@ class Batcher:
                     self._thread, _run, batch
                 )
             except RuntimeError as error:
-                # The system allows no further thread. A later batch tries again.
+                # The system allows no further thread. A later batch tries again, in a
+                # new pool, because this one has queued the refused batch nevertheless.
+                self._thread = _model_thread()
                 for job in batch:
                     if not job.answer.done():
                         job.answer.set_exception(error)
@@ -186,6 +188,11 @@ class Batcher:
                     )
         self._running_cost = 0
         self._batches = None
+
+
+def _model_thread() -> ThreadPoolExecutor:
+    """Return a pool with the one thread that runs the model."""
+    return ThreadPoolExecutor(1, thread_name_prefix="model")
 
 
 def _run(batch: Sequence[_Job]) -> list[Any]:

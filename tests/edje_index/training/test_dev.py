@@ -69,6 +69,15 @@ def test_evaluations_do_not_change_what_is_trained(case, everything, tmp_path):
     )
 
 
+def test_an_alignment_is_not_evaluated(case, tmp_path):
+    made = case.task(
+        tmp_path, dev=True, **SETTINGS, run__evaluate_every=1, alignment__steps=2
+    )
+    run_worker(made, WorkerGroup(), lambda: False)
+    phases = {each["phase"] for each in read_log(tmp_path) if "dev_t2i_r1" in each}
+    assert phases == {"joint"}
+
+
 def test_recalls_are_those_of_the_plain_computation(case):
     """One query at a time, by the parts of a bundle with the chosen weights; in
     both directions.

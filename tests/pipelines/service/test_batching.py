@@ -103,6 +103,8 @@ def test_a_model_thread_that_cannot_start_fails_its_batch_only(monkeypatch):
         patch.setattr(threading.Thread, "start", Mock(side_effect=error))
         assert together(model.of(1), model.of(2)) == [error, error]
     assert together(model.of(3)) == [6]
+    # the refused batch is not computed later
+    assert model.batches == [[3]]
 
 
 def test_a_full_queue_refuses_and_abandoned_requests_leave_it():
