@@ -7,8 +7,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
+from collections.abc import Callable, Mapping
 from types import NoneType
-from typing import Any, get_args, get_origin
+from typing import Any, NamedTuple, get_args, get_origin
 
 from storage_formats.arguments import shown
 
@@ -29,26 +30,22 @@ def read_json(kind: Any, value: Any, name: str = "it") -> Any:
         KeyError, TypeError, ValueError: a member is missing, of another type, or not
             valid.
     """
-    # `X | None` accepts None. Otherwise, the value must be an X.
-    if NoneType in get_args(kind):
-        if value is None:
-            return None
-        (kind,) = {*get_args(kind)} - {NoneType}
-    if hasattr(kind, "from_json"):
-        return kind.from_json(value)
-    is_typed = typing.is_typeddict(kind)
-    if is_typed or dataclasses.is_dataclass(kind):
-        types = _types_of(kind)
+    shape = _shape_of(kind)
+    plain = shape.plain
+    if value is None and shape.is_optional:
+        return None
+    if shape.from_json is not None:
+        return shape.from_json(value)
+    if shape.members is not None:
         members = {
-            member: read_json(types[member], each, f"{name}.{member}")
+            member: read_json(shape.members[member], each, f"{name}.{member}")
             for member, each in read_json(dict, value, name).items()
-            if member in types
+            if member in shape.members
         }
         # A value for a `TypedDict` is only checked, and returned with all its members.
-        return value if is_typed else kind(**members)
-    plain = get_origin(kind) or kind
+        return value if shape.is_typed else plain(**members)
     if plain is tuple and isinstance(value, list):
-        return tuple(read_json(get_args(kind)[0], each, name) for each in value)
+        return tuple(read_json(shape.items, each, name) for each in value)
     # JSON may write a float without a fraction, which Python parses as an int.
     accepted = int | float if plain is float else plain
     # In Python, a boolean is an integer.
@@ -58,13 +55,51 @@ def read_json(kind: Any, value: Any, name: str = "it") -> Any:
     if plain is int and not 0 <= value < 1 << 63:
         raise ValueError(f"{name} must be in 0..2^63 - 1, got {shown(value)}")
     if plain is list:
-        return [read_json(get_args(kind)[0], each, name) for each in value]
-    # A `dict` with type arguments is `dict[str, V]`: each value must be of type V. The
-    # values of a plain `dict` are not checked.
-    if plain is dict and get_args(kind):
-        of_values = get_args(kind)[1]
-        return {key: read_json(of_values, each, name) for key, each in value.items()}
+        return [read_json(shape.items, each, name) for each in value]
+    # The values of a `dict` without type arguments are not checked.
+    if plain is dict and shape.items is not None:
+        return {key: read_json(shape.items, each, name) for key, each in value.items()}
     return value
+
+
+class _Shape(NamedTuple):
+    """What `read_json` must know of a type.
+
+    Attributes:
+        is_optional: True if the type is `X | None`. The other attributes describe X.
+        plain: the type without its arguments.
+        from_json: the method of this name, if the type has it.
+        is_typed: True for a `TypedDict`.
+        members: types of the members of a dataclass or a `TypedDict`.
+        items: type of the items of a tuple or a list, or of the values of a `dict`.
+    """
+
+    is_optional: bool
+    plain: Any
+    from_json: Callable[[Any], Any] | None
+    is_typed: bool
+    members: Mapping[str, Any] | None
+    items: Any
+
+
+# An index of many changes has thousands of values, of few types.
+@functools.cache
+def _shape_of(kind: Any) -> _Shape:
+    is_optional = NoneType in get_args(kind)
+    if is_optional:
+        (kind,) = {*get_args(kind)} - {NoneType}
+    plain = get_origin(kind) or kind
+    items = None
+    if plain in (tuple, list) and get_args(kind):
+        items = get_args(kind)[0]
+    elif plain is dict and get_args(kind):
+        items = get_args(kind)[1]
+    is_typed = typing.is_typeddict(kind)
+    members = None
+    if is_typed or dataclasses.is_dataclass(kind):
+        members = typing.get_type_hints(kind)
+    from_json = getattr(kind, "from_json", None)
+    return _Shape(is_optional, plain, from_json, is_typed, members, items)
 
 
 def write_json(value: Any) -> Any:
@@ -82,6 +117,3 @@ def write_json(value: Any) -> Any:
         for name, member in vars(value).items()
         if member is not None
     }
-
-
-_types_of = functools.cache(typing.get_type_hints)

@@ -284,6 +284,8 @@ def test_an_append_may_widen_a_column_but_not_change_its_type(
         writer.append(*arrays(2), {"x": more})
     if not isinstance(expected, str):
         assert read_rows(root)["x"].to_pylist() == expected
+        (column,) = Manifest.load(root).columns
+        assert column.values == 4 - expected.count(None)
 
 
 def test_the_values_of_all_appends_count_for_the_type(tmp_path):
