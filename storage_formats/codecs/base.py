@@ -29,6 +29,9 @@ Moves: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
 """(offsets, blocks): the record at byte `offsets[i]` is decoded to block
 `blocks[i]`. Both are int64 [k].
 """
+# The offset is subtracted from this number of blocks at a time. With a smaller number,
+# each kernel would be called more often.
+_OFFSET_BLOCKS = 32
 
 
 class Codec:
@@ -134,19 +137,18 @@ class Codec:
         decode = decoder(self.form, self.offset is not None)
         decode(memory, moves, self._added, bits, (self.values, self.block_shape[1]))
 
-    def residuals(self, blocks: Blocks) -> Blocks:
-        """Return `blocks` [k, m, d] minus the offset, rounded to bfloat16. Without an
-        offset, return `blocks`.
+    def residuals(self, blocks: Blocks, out: Blocks | None = None) -> Blocks:
+        """Return `blocks` [k, m, d] minus the offset, rounded to bfloat16, in `out` or
+        in a new array. Without an offset, return `blocks`.
         """
         if self.offset is None:
             return blocks
+        out = np.empty(blocks.shape, dtype=BF16) if out is None else out[: len(blocks)]
         from storage_formats.codecs.kernels import subtract_offset
 
-        residuals = np.empty(blocks.shape, dtype=BF16)
         bits = np.ascontiguousarray(blocks).view(np.uint16).reshape(-1)
-        target = residuals.view(np.uint16).reshape(-1)
-        subtract_offset(bits, self.offset.reshape(-1), target)
-        return residuals
+        subtract_offset(bits, self.offset.reshape(-1), out.view(np.uint16).reshape(-1))
+        return out
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
         """Encode blocks, bf16 [k, m, d], to records, uint8 [k, record_bytes].
@@ -164,14 +166,26 @@ class Codec:
             return blocks.view(np.uint8).reshape(len(blocks), self.record_bytes)
         from storage_formats.codecs.kernels import encoder
 
-        # without an offset, zeros are subtracted from integers
-        offset = self._added if self.offset is None else self.offset.reshape(-1)
-        kernel = encoder(self.form, self.offset is not None)
+        # the kernel of integers subtracts the offset without rounding
+        has_integers = self.form.code_bits == 8 and not self.form.is_float
+        kernel = encoder(self.form, has_integers and self.offset is not None)
         records = np.empty((len(blocks), self.record_bytes), dtype=np.uint8)
 
         def encode(start: int, stop: int) -> None:
-            bits = blocks[start:stop].view(np.uint16).reshape(-1)
-            kernel(bits, offset, records[start:stop].reshape(-1), (m * d, d))
+            step = max(1, stop - start)
+            buffer = None
+            if self.offset is not None and not has_integers:
+                # All parts use one buffer, because new memory would cost a page fault
+                # per 4 KiB.
+                step = _OFFSET_BLOCKS
+                buffer = np.empty((step, m, d), dtype=BF16)
+            for first in range(start, stop, step):
+                part = blocks[first : min(first + step, stop)]
+                target = records[first : first + len(part)].reshape(-1)
+                if buffer is not None:
+                    part = self.residuals(part, buffer)
+                bits = part.view(np.uint16).reshape(-1)
+                kernel(bits, self._added, target, (m * d, d))
 
         run_chunks(encode, len(blocks), 2 * self.values, threads)
         return records

@@ -182,12 +182,12 @@ def _largest_magnitude(bits: U16, first: Index, count: Index) -> Any:
 
 
 @inlined
-def _smallest_magnitude(bits: U16, width: Index) -> int:
-    """Return the bits of the smallest magnitude of a token that is not zero."""
+def _smallest_magnitude(bits: U16, first: Index, count: Index) -> int:
+    """Return the bits of the smallest magnitude that is not zero."""
     # the subtraction turns zero into 0xFFFF, so that zero is never the smallest
     below = np.uint16(0xFFFF)
-    for i in range(width):
-        magnitude = np.uint16(bits[i] & MAGNITUDE_BITS)
+    for i in range(count):
+        magnitude = np.uint16(bits[first + i] & MAGNITUDE_BITS)
         below = min(below, np.uint16(magnitude - np.uint16(1)))
     return int(below) + 1
 
@@ -254,13 +254,13 @@ def _integer_code(number: np.float32, scale: np.float32) -> Any:
     return np.uint8(_bits(quotient + shifter))
 
 
-def _moments(magnitudes: F32, width: Index, limit: float) -> Any:
+def _moments(bits: U16, first: Index, width: Index, limit: float) -> Any:
     """Return the sum of the magnitudes of a token up to `limit`, the sum of the larger
     ones, and the number of the larger ones.
     """
     small = large = larger = 0.0
     for i in range(width):
-        number = np.float64(magnitudes[i])
+        number = np.float64(_bf16(np.uint16(bits[first + i] & MAGNITUDE_BITS)))
         is_large = number > limit
         small += 0.0 if is_large else number
         large += number if is_large else 0.0
@@ -294,9 +294,8 @@ _WORDS = {1: np.uint64, 2: np.uint32, 4: np.uint16, 8: np.uint8}
 def encoder(form: Format, has_offset: bool) -> Callable[..., None]:
     """Return the kernel that encodes blocks to the records of `form`.
 
-    Its arguments are the bits of the blocks, an offset [m * d] that is subtracted, the
-    records, and `geometry`. Unless the codes are integers, the difference is rounded to
-    bfloat16.
+    Its arguments are the bits of the blocks, an offset [m * d] that is subtracted if
+    the codes are integers, the records, and `geometry`.
     """
     code_bits = np.uint64(form.code_bits)
     group = np.uint64(form.group)
@@ -305,9 +304,8 @@ def encoder(form: Format, has_offset: bool) -> Callable[..., None]:
     scale_codes = form.scale_codes()
     scale_values = form.scale_values
     word_type = _WORDS[form.code_bits]
-    has_integers = code_bits == EIGHT and not is_float
 
-    def encode(blocks: U16, offset: F32, records: U8, geometry: Pair) -> None:
+    def encode(bits: U16, offset: F32, records: U8, geometry: Pair) -> None:
         size, width = geometry
         tokens = size // width
         per_scale = group if group else width
@@ -316,9 +314,8 @@ def encoder(form: Format, has_offset: bool) -> Callable[..., None]:
         group_bytes = token_bytes // scales
         codes = np.empty(width, dtype=np.uint8)
         words = codes.view(word_type)
-        bits = np.empty(width, dtype=np.uint16)
         numbers = np.empty(width, dtype=np.float32)
-        for block in range(np.uint64(len(blocks)) // size):
+        for block in range(np.uint64(len(bits)) // size):
             record = block * tokens * (token_bytes + scales * scale_bytes)
             for token in range(tokens):
                 at = token * width
@@ -328,25 +325,19 @@ def encoder(form: Format, has_offset: bool) -> Callable[..., None]:
                 scales_at += token * scales * scale_bytes
                 scale = NO_BITS
                 has_nan = False
-                is_packed = has_integers
-                if not has_integers:
-                    for i in range(width):
-                        word = blocks[first + i]
-                        if has_offset:
-                            word = _sum(_bf16(word), np.float32(1), -offset[at + i])
-                        bits[i] = word
+                is_packed = code_bits == EIGHT and not is_float
                 if code_bits <= TWO:
-                    for i in range(width):
-                        numbers[i] = _bf16(np.uint16(bits[i] & MAGNITUDE_BITS))
                     limit = np.inf
                     if code_bits == TWO:
                         squares = 0.0
                         for i in range(width):
-                            number = np.float64(numbers[i])
+                            number = np.float64(
+                                _bf16(np.uint16(bits[first + i] & MAGNITUDE_BITS))
+                            )
                             squares += number * number
                         limit = 0.9816 * math.sqrt(squares / width)
-                    largest = int(_largest_magnitude(bits, ZERO, width))
-                    smallest = _smallest_magnitude(bits, width)
+                    largest = int(_largest_magnitude(bits, first, width))
+                    smallest = _smallest_magnitude(bits, first, width)
                     # The sum of at most 2 ** 16 values needs the 8 bits of a
                     # magnitude, one bit for each step between the exponents, and 16
                     # bits for carries. If these are at most the 53 bits of a float64,
@@ -354,14 +345,21 @@ def encoder(form: Format, has_offset: bool) -> Callable[..., None]:
                     steps = (largest >> 7) - (smallest >> 7)
                     if steps <= 53 - 8 - 16 and width <= 1 << 16:
                         small, large, larger = _moments_in_any_order(
-                            numbers, width, limit
+                            bits, first, width, limit
                         )
                     else:
-                        small, large, larger = _moments_in_order(numbers, width, limit)
+                        small, large, larger = _moments_in_order(
+                            bits, first, width, limit
+                        )
                     for i in range(width):
-                        sign = np.uint8(np.uint16(bits[i] >> np.uint16(15)))
-                        is_large = np.float64(numbers[i]) > limit
-                        codes[i] = np.uint8(sign | np.uint8(2) * np.uint8(is_large))
+                        sign = np.uint8(np.uint16(bits[first + i] >> np.uint16(15)))
+                        is_large = np.uint8(0)
+                        if code_bits == TWO:
+                            number = np.float64(
+                                _bf16(np.uint16(bits[first + i] & MAGNITUDE_BITS))
+                            )
+                            is_large = np.uint8(2) if number > limit else is_large
+                        codes[i] = np.uint8(sign | is_large)
                     weight = (width - larger) + LARGE_LEVEL * LARGE_LEVEL * larger
                     scale = _rounded_bf16(
                         np.float32((small + LARGE_LEVEL * large) / weight)
@@ -372,21 +370,23 @@ def encoder(form: Format, has_offset: bool) -> Callable[..., None]:
                         # with a larger scale, scale x LARGE_LEVEL would be infinite
                         scale = min(scale, LARGEST_SCALE)
                 elif not is_float:
-                    greatest = np.uint32(0)
-                    for i in range(width):
-                        number = _bf16(blocks[first + i]) - offset[at + i]
-                        numbers[i] = number
-                        magnitude = np.uint32(_bits(number) & np.uint32(0x7FFFFFFF))
-                        greatest = max(greatest, magnitude)
-                    rounded = _rounded_bf16(np.uint32(greatest).view(np.float32))
+                    rounded = _largest_magnitude(bits, first, width)
+                    if has_offset:
+                        greatest = np.uint32(0)
+                        for i in range(width):
+                            number = _bf16(bits[first + i]) - offset[at + i]
+                            numbers[i] = number
+                            magnitude = np.uint32(_bits(number) & np.uint32(0x7FFFFFFF))
+                            greatest = max(greatest, magnitude)
+                        rounded = _rounded_bf16(np.uint32(greatest).view(np.float32))
                     scale = scale_codes[rounded]
                     for i in range(width):
-                        code = _integer_code(numbers[i], _bf16(scale))
-                        records[codes_at + i] = code
+                        number = numbers[i] if has_offset else _bf16(bits[first + i])
+                        records[codes_at + i] = _integer_code(number, _bf16(scale))
                 else:
                     for index in range(scales):
                         largest_bits = _largest_magnitude(
-                            bits, index * per_scale, per_scale
+                            bits, first + index * per_scale, per_scale
                         )
                         scale = scale_codes[largest_bits]
                         has_nan |= scale == NAN_SCALE
@@ -395,11 +395,12 @@ def encoder(form: Format, has_offset: bool) -> Callable[..., None]:
                     if (
                         code_bits == EIGHT
                         and 7 <= scale < 240
-                        and _smallest_magnitude(bits, width) >= int(exponent) + 0x80
+                        and _smallest_magnitude(bits, first, width)
+                        >= int(exponent) + 0x80
                     ):
                         # 2.4 times as fast as `_rounded_code`
                         for i in range(width):
-                            code = _shifted_code(bits[i], exponent)
+                            code = _shifted_code(bits[first + i], exponent)
                             records[codes_at + i] = code
                         is_packed = True
                     else:
@@ -411,11 +412,13 @@ def encoder(form: Format, has_offset: bool) -> Callable[..., None]:
                             for i in range(PIECE):
                                 divisor = left if i < HALF_PIECE else right
                                 codes[piece + i] = _rounded_code(
-                                    bits[piece + i], divisor, code_bits
+                                    bits[first + piece + i], divisor, code_bits
                                 )
                         for i in range(whole, width):
                             divisor = scale_values[records[scales_at + i // per_scale]]
-                            codes[i] = _rounded_code(bits[i], divisor, code_bits)
+                            codes[i] = _rounded_code(
+                                bits[first + i], divisor, code_bits
+                            )
                 if not is_packed:
                     for i in range(token_bytes):
                         records[codes_at + i] = _packed(words[i], code_bits)
