@@ -581,8 +581,9 @@ def collect_garbage(
                 # snapshots do not exist any more, so their files can be removed first.
                 layout.remove(map(layout.snapshot, removed))
                 sizes += _remove_garbage(layout, tables=True)
-                with change._running(None):
-                    sizes += change.commit(manifest)
+                # A journal could take the last space, and a later call removes what a
+                # killed one leaves.
+                sizes += change.commit(manifest)
         sizes += remove_what_is_not_kept(layout, tables=True, shards=True)
         discarded = None if earlier is None else earlier.kind
         return Removal(tuple(removed), len(sizes), sum(sizes), discarded)

@@ -144,8 +144,8 @@ print(collect_garbage(sys.argv[1], 1))" "$2/i"
 
 def test_garbage_is_removed_on_a_full_disk(index, tmp_path):
     root, _ = index
+    # only the manifest of one snapshot can be removed, which is one page
     delete_rows(root, [1])
-    delete_rows(root, [2])
     shutil.rmtree(root / "build")
     (tmp_path / "disk").mkdir()
     unshare = ["unshare", "-rm", "bash", "-c", FULL_DISK, "bash", "1000"]
@@ -158,7 +158,7 @@ def test_garbage_is_removed_on_a_full_disk(index, tmp_path):
     )
     if done.returncode == 2:
         pytest.skip(f"needs mount namespaces: {done.stderr}")
-    assert "Removal(snapshots=(0, 1)" in done.stdout, done.stderr
+    assert "Removal(snapshots=(0,)" in done.stdout, done.stderr
 
 
 def test_directories_of_a_new_index_survive_a_loss_of_power(tmp_path, monkeypatch):
