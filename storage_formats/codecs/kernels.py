@@ -538,9 +538,6 @@ def decoder(form: Format, has_offset: bool) -> Callable[..., None]:
     Its arguments are the records, `moves`, the offset, the bits of the blocks, and
     `geometry`. The offset [m * d] is added to each block. For `sign1`, it
     contains first the values with even indices, and then those with odd indices.
-
-    The loops decode the same token of four blocks before the next token, so that the
-    offset of the token stays in the processor's cache.
     """
     code_bits = np.uint64(form.code_bits)
     group = np.uint64(form.group)
@@ -579,98 +576,94 @@ def decoder(form: Format, has_offset: bool) -> Callable[..., None]:
         if code_bits == ONE:
             pairs = bits.view(np.uint32)
         offsets, blocks = moves
-        stop = np.uint64(len(offsets))
-        for first in range(ZERO, stop, FOUR):
+        for move in range(np.uint64(len(offsets))):
             for token in range(tokens):
                 at = token * width
-                for move in range(first, min(first + FOUR, stop)):
-                    record = np.uint64(offsets[move])
-                    codes_at = record + token * token_bytes
-                    scales_at = record + tokens * token_bytes
-                    scales_at += token * scales * scale_bytes
-                    target = np.uint64(blocks[move]) * size + at
-                    scale = _scale(records, scales_at, scale_bytes, scale_values)
-                    # the number of values that the fast loops decode
-                    done = width
-                    if group:
-                        done = width - width % PIECE
-                    if scale_bytes == TWO and not low <= abs(scale) < high:
-                        done = ZERO
-                    if has_extremes:
-                        for index in range(scales):
-                            if is_extreme[records[scales_at + index]]:
-                                done = ZERO
-                    checks_codes = code_bits == EIGHT and is_float
-                    if checks_codes and _has_nan(records, codes_at, width):
-                        done = ZERO
-                    if TWO <= code_bits <= FOUR:
-                        for i in range(token_bytes):
-                            words[i] = _unpacked(records[codes_at + i], code_bits)
-                        for i in range(width):
-                            wide[i] = _widened(codes[i], code_bits)
+                record = np.uint64(offsets[move])
+                codes_at = record + token * token_bytes
+                scales_at = record + tokens * token_bytes
+                scales_at += token * scales * scale_bytes
+                target = np.uint64(blocks[move]) * size + at
+                scale = _scale(records, scales_at, scale_bytes, scale_values)
+                # the number of values that the fast loops decode
+                done = width
+                if group:
+                    done = width - width % PIECE
+                if scale_bytes == TWO and not low <= abs(scale) < high:
+                    done = ZERO
+                if has_extremes:
+                    for index in range(scales):
+                        if is_extreme[records[scales_at + index]]:
+                            done = ZERO
+                checks_codes = code_bits == EIGHT and is_float
+                if checks_codes and _has_nan(records, codes_at, width):
+                    done = ZERO
+                if TWO <= code_bits <= FOUR:
+                    for i in range(token_bytes):
+                        words[i] = _unpacked(records[codes_at + i], code_bits)
+                    for i in range(width):
+                        wide[i] = _widened(codes[i], code_bits)
+                if code_bits == ONE:
+                    done = done - done % (TWO * PIECE)
+                    for piece in range(ZERO, done >> ONE, PIECE):
+                        word_at = codes_at + (piece >> TWO)
+                        left_bits = _read_long(records, word_at)
+                        right_bits = _read_long(records, word_at + FOUR)
+                        even = (at >> ONE) + piece
+                        odd = even + (size >> ONE)
+                        pair = (target >> ONE) + piece
+                        for i in range(PIECE):
+                            signs = left_bits if i < HALF_PIECE else right_bits
+                            a = _signed(
+                                signs,
+                                EVEN_BITS[i],
+                                scale,
+                                offset[even + i],
+                                has_offset,
+                            )
+                            b = _signed(
+                                signs,
+                                ODD_BITS[i],
+                                scale,
+                                offset[odd + i],
+                                has_offset,
+                            )
+                            pairs[pair + i] = np.uint32(a >> np.uint32(16)) | np.uint32(
+                                b & np.uint32(0xFFFF0000)
+                            )
+                else:
+                    step = PIECE if group else width
+                    for begin in range(ZERO, done, step):
+                        left = right = scale * unit
+                        if group:
+                            left = scale_values[records[scales_at + begin // per_scale]]
+                            middle = (begin + HALF_PIECE) // per_scale
+                            right = scale_values[records[scales_at + middle]]
+                            left *= unit
+                            right *= unit
+                        for i in range(step):
+                            code = wide[begin + i]
+                            if code_bits == EIGHT:
+                                code = records[codes_at + begin + i]
+                            bits[target + begin + i] = _total(
+                                _number(code, is_float),
+                                left if i < HALF_PIECE else right,
+                                offset[at + begin + i],
+                                is_float,
+                                has_offset,
+                            )
+                for i in range(done, width):
+                    byte = records[codes_at + ((i * code_bits) >> THREE)]
+                    shift = np.uint8((i * code_bits) & np.uint64(7))
+                    code = np.uint8(byte >> shift) & code_mask
+                    scale_at = scales_at + i // per_scale
+                    scale = _scale(records, scale_at, scale_bytes, scale_values)
+                    term = at + i
                     if code_bits == ONE:
-                        done = done - done % (TWO * PIECE)
-                        for piece in range(ZERO, done >> ONE, PIECE):
-                            word_at = codes_at + (piece >> TWO)
-                            left_bits = _read_long(records, word_at)
-                            right_bits = _read_long(records, word_at + FOUR)
-                            even = (at >> ONE) + piece
-                            odd = even + (size >> ONE)
-                            pair = (target >> ONE) + piece
-                            for i in range(PIECE):
-                                signs = left_bits if i < HALF_PIECE else right_bits
-                                a = _signed(
-                                    signs,
-                                    EVEN_BITS[i],
-                                    scale,
-                                    offset[even + i],
-                                    has_offset,
-                                )
-                                b = _signed(
-                                    signs,
-                                    ODD_BITS[i],
-                                    scale,
-                                    offset[odd + i],
-                                    has_offset,
-                                )
-                                pairs[pair + i] = np.uint32(
-                                    a >> np.uint32(16)
-                                ) | np.uint32(b & np.uint32(0xFFFF0000))
-                    else:
-                        step = PIECE if group else width
-                        for begin in range(ZERO, done, step):
-                            left = right = scale * unit
-                            if group:
-                                left = scale_values[
-                                    records[scales_at + begin // per_scale]
-                                ]
-                                middle = (begin + HALF_PIECE) // per_scale
-                                right = scale_values[records[scales_at + middle]]
-                                left *= unit
-                                right *= unit
-                            for i in range(step):
-                                code = wide[begin + i]
-                                if code_bits == EIGHT:
-                                    code = records[codes_at + begin + i]
-                                bits[target + begin + i] = _total(
-                                    _number(code, is_float),
-                                    left if i < HALF_PIECE else right,
-                                    offset[at + begin + i],
-                                    is_float,
-                                    has_offset,
-                                )
-                    for i in range(done, width):
-                        byte = records[codes_at + ((i * code_bits) >> THREE)]
-                        shift = np.uint8((i * code_bits) & np.uint64(7))
-                        code = np.uint8(byte >> shift) & code_mask
-                        scale_at = scales_at + i // per_scale
-                        scale = _scale(records, scale_at, scale_bytes, scale_values)
-                        term = at + i
-                        if code_bits == ONE:
-                            term = (term >> ONE) + (term & ONE) * (size >> ONE)
-                        bits[target + i] = _careful_sum(
-                            values[code], scale, offset[term], scale_bytes == ONE
-                        )
+                        term = (term >> ONE) + (term & ONE) * (size >> ONE)
+                    bits[target + i] = _careful_sum(
+                        values[code], scale, offset[term], scale_bytes == ONE
+                    )
 
     decode.__qualname__ = f"decode_{form.name}"
     return kernel(
