@@ -171,25 +171,18 @@ def subtract_offset(bits: U16, offset: F32, residuals: U16) -> None:
 
 
 @inlined
-def _largest_magnitude(bits: U16, first: Index, count: Index) -> Any:
-    """Return the bits of the largest magnitude in `bits[first:first + count]`. NaN
-    is larger than infinity.
+def _extremes(bits: U16, first: Index, count: Index) -> Any:
+    """Return the bits of the largest magnitude in `bits[first:first + count]`, and of
+    the smallest that is not zero. NaN is larger than infinity.
     """
     largest = NO_BITS
-    for i in range(count):
-        largest = max(largest, np.uint16(bits[first + i] & MAGNITUDE_BITS))
-    return largest
-
-
-@inlined
-def _smallest_magnitude(bits: U16, first: Index, count: Index) -> int:
-    """Return the bits of the smallest magnitude that is not zero."""
     # the subtraction turns zero into 0xFFFF, so that zero is never the smallest
     below = np.uint16(0xFFFF)
     for i in range(count):
         magnitude = np.uint16(bits[first + i] & MAGNITUDE_BITS)
+        largest = max(largest, magnitude)
         below = min(below, np.uint16(magnitude - np.uint16(1)))
-    return int(below) + 1
+    return largest, int(below) + 1
 
 
 @inlined
@@ -336,13 +329,12 @@ def encoder(form: Format, has_offset: bool) -> Callable[..., None]:
                             )
                             squares += number * number
                         limit = 0.9816 * math.sqrt(squares / width)
-                    largest = int(_largest_magnitude(bits, first, width))
-                    smallest = _smallest_magnitude(bits, first, width)
+                    largest, smallest = _extremes(bits, first, width)
                     # The sum of at most 2 ** 16 values needs the 8 bits of a
                     # magnitude, one bit for each step between the exponents, and 16
                     # bits for carries. If these are at most the 53 bits of a float64,
                     # the sum is exact, and therefore the same in any order.
-                    steps = (largest >> 7) - (smallest >> 7)
+                    steps = (int(largest) >> 7) - (smallest >> 7)
                     if steps <= 53 - 8 - 16 and width <= 1 << 16:
                         small, large, larger = _moments_in_any_order(
                             bits, first, width, limit
@@ -370,7 +362,7 @@ def encoder(form: Format, has_offset: bool) -> Callable[..., None]:
                         # with a larger scale, scale x LARGE_LEVEL would be infinite
                         scale = min(scale, LARGEST_SCALE)
                 elif not is_float:
-                    rounded = _largest_magnitude(bits, first, width)
+                    rounded, _ = _extremes(bits, first, width)
                     if has_offset:
                         greatest = np.uint32(0)
                         for i in range(width):
@@ -384,19 +376,19 @@ def encoder(form: Format, has_offset: bool) -> Callable[..., None]:
                         number = numbers[i] if has_offset else _bf16(bits[first + i])
                         records[codes_at + i] = _integer_code(number, _bf16(scale))
                 else:
+                    smallest = 0
                     for index in range(scales):
-                        largest_bits = _largest_magnitude(
+                        largest, smallest = _extremes(
                             bits, first + index * per_scale, per_scale
                         )
-                        scale = scale_codes[largest_bits]
+                        scale = scale_codes[largest]
                         has_nan |= scale == NAN_SCALE
                         records[scales_at + index] = np.uint8(scale)
                     exponent = np.uint16(np.uint16(scale - 7) << np.uint16(7))
                     if (
                         code_bits == EIGHT
                         and 7 <= scale < 240
-                        and _smallest_magnitude(bits, first, width)
-                        >= int(exponent) + 0x80
+                        and smallest >= int(exponent) + 0x80
                     ):
                         # 2.4 times as fast as `_rounded_code`
                         for i in range(width):
