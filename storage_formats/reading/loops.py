@@ -171,6 +171,8 @@ def copy_records(
         for offset in range(0, size, 64):
             to = (targets[i] + offset, targets[j] + offset, targets[k] + offset)
             of = (sources[i] + offset, sources[j] + offset, sources[k] + offset)
+            for address in of:
+                _prefetch(address + _AHEAD_BYTES)
             if bypasses:
                 _copy_lines_nontemporal(to, of)
             else:

@@ -80,7 +80,10 @@ class MappedShards:
         def work(start: int, stop: int, _maps: object = maps) -> None:
             sink.write(sources[start:stop], out_indices[start:stop])
 
-        run_chunks(work, len(row_ids), sink.block_bytes, None)
+        # Copying takes a quarter of the time of decoding. So a query of 100 blocks is
+        # copied by one thread, which is faster than two that share the GIL.
+        cost = sink.block_bytes if sink.records is None else sink.block_bytes // 4
+        run_chunks(work, len(row_ids), cost, None)
         return True
 
     def was_evicted(self, shards: Ints, positions: Ints) -> bool:
