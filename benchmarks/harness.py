@@ -191,13 +191,16 @@ def results_of(
     `seconds`, the last result says so.
     """
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    limit = ["timeout", str(seconds)]
-    command = [*limit, sys.executable, "-P", "-m", "benchmarks.harness", function]
-    with tempfile.TemporaryFile("w+") as errors:
+    command = [sys.executable, "-P", "-m", "benchmarks.harness", function]
+    with tempfile.TemporaryFile("w+") as given, tempfile.TemporaryFile("w+") as errors:
+        # the system limits the length of a command
+        json.dump(arguments, given)
+        given.seek(0)
         process = subprocess.Popen(
-            [*command, json.dumps(arguments)],
+            ["timeout", str(seconds), *command],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": paths},
+            stdin=given,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -441,5 +444,5 @@ if __name__ == "__main__":
     # output goes to standard error.
     os.dup2(2, 1)
     module, _, name = sys.argv[1].partition(":")
-    for each in getattr(import_module(module), name)(*json.loads(sys.argv[2])):
+    for each in getattr(import_module(module), name)(*json.load(sys.stdin)):
         print(json.dumps(each), file=answers, flush=True)

@@ -86,6 +86,17 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path):
     assert "124" in failed["problem"]
 
 
+def length(text):
+    yield {"case": len(text)}
+
+
+def test_arguments_may_be_longer_than_a_command(tmp_path):
+    text = "x" * (200 << 10)
+    assert list(harness.results_of(f"{__name__}:length", [text], tmp_path)) == [
+        {"case": len(text)}
+    ]
+
+
 def test_an_interrupted_benchmark_continues(tmp_path):
     def stop(line):
         if line.startswith("2/2"):
