@@ -104,6 +104,9 @@ def serve(
     # An empty list allows every name. It is the default if other machines can reach the
     # service, because it is not known by which names they address this machine.
     allowed = [] if not is_local and not hosts else [*_LOCAL_NAMES, host, *hosts]
+    # PyTorch keeps compiled products of up to 1,024 shapes, and so does its library
+    # oneDNN. The first of these caches saves no time, and takes 400 MB.
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
     with name_missing_extra("serve"):
         from pipelines.service.guard import Limits
         from pipelines.service.server import address_of, listen, open_warm, run_service

@@ -1,7 +1,7 @@
 """Copies the tables and sentences of a report of `bench fetch` into the pages that show
 them:
 
-    python -m tests.docs.fetch_tables benchmarks/results/2026-11-30-fetch.md
+    python -m tests.docs.fetch_tables benchmarks/results/2026-12-01-fetch.md
 
 The pages name the report between `<!-- fetch:NAME -->` and `<!-- end -->`.
 """

@@ -7,9 +7,12 @@ import base64
 import contextlib
 import io
 import json
+import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -394,3 +397,36 @@ def test_clients_that_leave_do_no_harm(index, tmp_path):
             ).status_code
             == 200
         )
+
+
+_THREADS_AFTER_LOADING = """
+import os, sys, time
+from pathlib import Path
+import torch
+from pipelines.service.server import open_warm
+
+def threads():
+    # a thread takes some time to end
+    counts = [0]
+    while len(counts) < 6 or len({*counts[-5:]}) > 1:
+        counts.append(len(os.listdir("/proc/self/task")))
+        time.sleep(0.1)
+    return counts[-1]
+
+open_warm(Path(sys.argv[1]))
+before = threads()
+torch.ones(1 << 22).exp()
+print(threads() - before)
+"""
+
+
+def test_loading_leaves_no_threads_beside_those_of_the_model(index):
+    done = subprocess.run(
+        [sys.executable, "-c", _THREADS_AFTER_LOADING, index],
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    # the main thread had not computed before
+    assert done.stdout.split() == ["1"]
