@@ -416,9 +416,7 @@ def _crosstab(
     """
     cells = dict[str, dict[str, str]]()
     for row in rows:
-        text = number_text(_rate(row["values"]))
-        if row["ratio"] is not None:
-            text += f" ({row['ratio']:.2f})"
+        text = f"{number_text(_rate(row['values']))} ({row['ratio']:.2f})"
         name = f"{row['subject']}, {report['subjects'][row['subject']][0]}"
         column = ", ".join(row[key] for key in keys)
         cells.setdefault(name, {})[column] = f"**{text}**" if _is_faster(row) else text

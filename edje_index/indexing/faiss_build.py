@@ -25,6 +25,7 @@ from edje_index.indexing.faiss_index import (
     rows_after_build,
 )
 from edje_index.progress import OnProgress
+from storage_formats.arguments import as_number
 from storage_formats.arrays import holes
 from storage_formats.atomic import (
     naming,
@@ -69,7 +70,7 @@ class AnnRequest:
     Attributes:
         ann: FAISS factory string, see `AnnKind.parse`; "auto" chooses the kind by the
             number of rows.
-        recall: recall to reach for the 100 nearest rows, above 0 and at most 1.
+        recall: recall to reach for the 100 nearest rows, 0.01 to 1.
         memory: memory in bytes that the build may use; None for no limit. See
             `AnnKind.choose`.
     """
@@ -110,11 +111,7 @@ def build_ann(
         UsageError: `request` is invalid, or the FAISS index needs more memory than
             `request.memory`.
     """
-    if not 0 < request.recall <= 1:
-        raise UsageError(
-            f"the target recall must be above 0 and at most 1, got {request.recall}",
-            parameter="recall",
-        )
+    recall = as_number(request.recall, "recall", 0.01, 1)
     width = spec.embed_dim
     if request.ann == "auto":
         kind = AnnKind.choose(spec.used_rows, width, request.memory)
@@ -136,7 +133,7 @@ def build_ann(
     if lists := count_lists(index):
         measured = {
             "factory": kind.factory,
-            **_measure(index, lists, embeddings, request.recall, on_progress),
+            **_measure(index, lists, embeddings, recall, on_progress),
         }
     else:
         kind = AnnKind()

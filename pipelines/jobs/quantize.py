@@ -138,8 +138,8 @@ def quantize_index(
             read = precision_to_read(opened.root, manifest, source)
             chain = (*manifest.encoded_from.get(read, ()), read)
             lossy = max(chain, key=_rank)
-            for name in added if source is None else ():
-                if _rank(name) < _rank(lossy):
+            for name in added:
+                if source is None and _rank(name) < _rank(lossy):
                     raise UsageError(
                         f"'{name}' would be larger but not more accurate, because all"
                         f" tokens in {opened.root} have the errors of '{lossy}'. Build"
@@ -258,14 +258,12 @@ def precision_to_read(
     """
     stored = manifest.spec.precisions
     if requested is None:
-        origins = manifest.encoded_from
-        return min(
-            stored,
-            key=lambda name: (
-                _rank(_least_accurate(manifest, name)),
-                len(origins.get(name, ())),
-            ),
-        )
+
+        def cost(name: str) -> tuple[int, int]:
+            chain = (name, *manifest.encoded_from.get(name, ()))
+            return max(map(_rank, chain)), len(chain)
+
+        return min(stored, key=cost)
     if requested not in stored:
         raise UsageError(
             f"{root} does not have precision '{requested}'; convert from one of"
@@ -273,13 +271,6 @@ def precision_to_read(
             parameter="source",
         )
     return requested
-
-
-def _least_accurate(manifest: Manifest, name: str) -> str:
-    """Return the least accurate precision in the chain of conversions that ends with
-    `name`.
-    """
-    return max((name, *manifest.encoded_from.get(name, ())), key=_rank)
 
 
 def _rank(name: str) -> int:

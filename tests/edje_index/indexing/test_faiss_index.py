@@ -36,7 +36,7 @@ KINDS = {"Flat": "flat", "IVF17,Flat": "ivf-flat", "IVF17,PQ6x4fs": "ivf-pq"}
 
 @pytest.mark.parametrize("factory", KINDS)
 def test_nearest_rows_are_those_of_a_flat_search(own_root, factory):
-    description = add_ann(own_root, AnnRequest(ann=factory, recall=1)).ann
+    description = add_ann(own_root, AnnRequest(ann=factory, recall=np.float32(1))).ann
     assert (description["kind"], description["vectors"]) == (KINDS[factory], 297)
     opened = CommittedIndex.open(own_root)
     vectors = read_embeddings(opened, np.arange(SPEC.rows))
