@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -125,6 +126,7 @@ def repair_index(
     repaired: list[RepairedFile] = []
     refusals: list[Problem] = []
     settled: set[str] = set()
+    bundle = None if model is None else local_path(model)
     with begin_change(index, "repair") as change:
         root = change.layout.location
         problems = verify_index(root, progress_callback(on_event))
@@ -146,9 +148,7 @@ def repair_index(
                 from edje_index.indexing.image_encoder import ImageEncoder
 
                 settings = settings_of(root, opened.manifest)
-                path = matching_bundle(
-                    opened, None if model is None else local_path(model)
-                ).path
+                path = matching_bundle(opened, bundle).path
                 return ImageEncoder.open(
                     path,
                     device=settings.device,
@@ -158,7 +158,7 @@ def repair_index(
 
         for entry in offset_files(opened.spec):
             if entry.path in damaged:
-                for origin, offset in _offset_origins(opened, model):
+                for origin, offset in _offset_origins(opened, bundle):
                     if crc32c(offset.tobytes()) == entry.crc32c:
                         write_offset(change.layout, offset)
                         repaired.append(RepairedFile(entry.path, origin))
@@ -176,18 +176,16 @@ def repair_index(
             repair = ShardRepair(opened, shard, entries, differing, encoder.encode)
             with files_here(opened, entries.values()):
                 repaired += repair.run()
-            tokens = {
-                path
-                for path in damaged.intersection(entries)
-                if path.startswith("tokens/")
-            }
-            refusals += encoder.problems(tokens - repair.settled)
+            left = damaged.intersection(entries) - repair.settled
+            refusals += encoder.problems(
+                path for path in left if path.startswith("tokens/")
+            )
             settled |= repair.settled
         if not any(path.startswith("embeddings/") for path in damaged):
             repaired += _restore_ann(change, damaged, on_event)
     settled |= {file.path for file in repaired}
-    left = [each for each in problems if each.path not in settled]
-    return RepairResult(tuple(repaired), (*left, *refusals))
+    others = [each for each in problems if each.path not in settled]
+    return RepairResult(tuple(repaired), (*others, *refusals))
 
 
 def _restore_ann(
@@ -222,14 +220,13 @@ def _restore_ann(
 
 
 def _offset_origins(
-    index: CommittedIndex, model: IndexLocation | None
+    index: CommittedIndex, bundle: Path | None
 ) -> Iterator[tuple[str, Offset]]:
     """Yield (description of the origin, offset block): first that of the model bundle,
     then one computed from the tokens of each precision stored without offset.
     """
     with contextlib.suppress(ModelError):
-        path = None if model is None else local_path(model)
-        offset = read_bundle_offset(matching_bundle(index, path))
+        offset = read_bundle_offset(matching_bundle(index, bundle))
         if offset is not None:
             yield "the model bundle", offset
     for name, offset in offset_from_tokens(index):
