@@ -15,10 +15,10 @@ import pytest
 from benchmarks.disk import resident
 from storage_formats import TokenStore, UsageError
 from storage_formats.atomic import fsync_path
-from storage_formats.format.layout import Layout
+from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.reading import engines, files, local_reads
 from storage_formats.reading.batch import Batch
-from tests.conftest import same_bits
+from tests.conftest import same_bits, write_random_index
 from tests.storage_formats.reading_cases import ALL, SPEC, evict, linux, without_queues
 
 
@@ -143,6 +143,23 @@ def test_what_is_read_again_and_again_gets_into_the_page_cache(store, monkeypatc
     monkeypatch.setattr(local_reads, "available_memory", lambda: 2 * 64 * 512)
     for _ in range(5):
         assert chosen(store, range(64, 128)) == {"direct": 64}
+
+
+def test_a_shard_is_loaded_as_a_whole_although_only_a_part_is_read(disk):
+    if "direct" not in engines():
+        pytest.skip("no direct reads here")
+    # The shard has 40 MiB. For one advice, the kernel loads 128 KiB to 8 MiB.
+    spec = IndexSpec(1024, 1024, (64, 320), 6)
+    root = Path(tempfile.mkdtemp(dir=disk))
+    blocks = write_random_index(root, spec)
+    shard = Layout(root).token_shard("bf16", 0)
+    fsync_path(shard)
+    evict(root)
+    with TokenStore.open(root) as store:
+        for _ in range(3):
+            assert same_bits(store.fetch(range(900)), blocks[:900])
+        assert resident([shard]) > 0.99
+    shutil.rmtree(root)
 
 
 def test_one_pass_leaves_the_page_cache_as_it_is(built, store, monkeypatch):
