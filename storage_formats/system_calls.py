@@ -31,6 +31,9 @@ LACKING = frozenset(
 )
 """Error numbers with which a file system reports that it lacks a call."""
 
+# For one advice to load bytes, the kernel loads no more than the read-ahead of the
+# disk, by default this number of bytes.
+_READ_AHEAD = 128 << 10
 _DANGERS = {
     "flock": "two programs could change the index at the same time",
     "fsync": "a power failure could damage the index",
@@ -83,5 +86,8 @@ def advise(fd: int, start: int = 0, length: int = 0, advice: str = "WILLNEED") -
             `POSIX_FADV_`.
     """
     if hasattr(os, "posix_fadvise"):
+        code = getattr(os, f"POSIX_FADV_{advice}")
+        stop = start + length
         with contextlib.suppress(OSError):
-            os.posix_fadvise(fd, start, length, getattr(os, f"POSIX_FADV_{advice}"))
+            for first in range(start, stop, _READ_AHEAD) or [start]:
+                os.posix_fadvise(fd, first, min(_READ_AHEAD, stop - first), code)

@@ -42,9 +42,6 @@ from storage_formats.threads import run_apart
 
 # A request for at most this number of records may come from a search.
 _SEARCH_RECORDS = 512
-# For one advice, the kernel loads no more than the read-ahead of the disk, by default
-# this number of bytes.
-_ADVISED_BYTES = 128 << 10
 
 
 def engines() -> tuple[str, ...]:
@@ -201,8 +198,7 @@ class LocalReads:
                 self._admitted_bytes += length
                 self._direct_bytes[shard] = 0
                 files = self._files.acquire([shard])
-                for start in range(0, length, _ADVISED_BYTES):
-                    advise(files[shard].fd, start, _ADVISED_BYTES)
+                advise(files[shard].fd, 0, files[shard].size)
                 # the next read asks whether the page cache has the file by then
                 files[shard].trusted_until = 0.0
                 self._files.release(files)
