@@ -92,7 +92,7 @@ class Task(NamedTuple):
     def command(self) -> str:
         """The command that repeats this run in the folder of the benchmark."""
         arguments = shlex.quote(json.dumps(self.arguments))
-        return f"echo {arguments} | python -m benchmarks.harness {self.function}"
+        return f"printf %s {arguments} | python -m benchmarks.harness {self.function}"
 
 
 def run(

@@ -105,7 +105,7 @@ def serve(
     # service, because it is not known by which names they address this machine.
     allowed = [] if not is_local and not hosts else [*_LOCAL_NAMES, host, *hosts]
     # PyTorch keeps compiled products of up to 1,024 shapes, and so does its library
-    # oneDNN. The first of these caches saves no time, and takes 400 MB.
+    # oneDNN. The first of these caches saves no time, and takes up to 0.5 GB.
     os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
     with name_missing_extra("serve"):
         from pipelines.service.guard import Limits

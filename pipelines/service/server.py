@@ -99,7 +99,11 @@ def open_warm(
     # kept some, there would be more of them than CPUs beside those of the model thread.
     # Then OpenMP threads sleep between any two products, and a search on two CPUs takes
     # 42 instead of 33 ms.
-    Thread(target=load, daemon=True).start()
+    try:
+        Thread(target=load, daemon=True).start()
+    except RuntimeError:
+        # the system allows no further thread
+        load()
     return opened.result()
 
 
