@@ -30,7 +30,7 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from edje_index import Client
-from pipelines.service import routes
+from pipelines.service import routes, server
 from pipelines.service.guard import Guard, Limits, Metrics
 from pipelines.service.server import listen
 from pipelines.service.state import Threads
@@ -430,3 +430,10 @@ def test_loading_leaves_no_threads_beside_those_of_the_model(index):
     )
     # the main thread had not computed before
     assert done.stdout.split() == ["1"]
+
+
+def test_the_model_is_loaded_although_no_further_thread_can_start(index, monkeypatch):
+    refused = Mock(side_effect=RuntimeError("can't start new thread"))
+    monkeypatch.setattr(server, "Thread", Mock(return_value=Mock(start=refused)))
+    assert server.open_warm(index).manifest.counts.indexed
+    assert refused.called
