@@ -270,8 +270,11 @@ def run_chunks(
         threads: maximum number of threads, including the calling thread. None means
             `default_threads()`.
     """
-    limit = default_threads() if threads is None else threads
     chunk_count = max(1, -(-count * block_bytes // _CHUNK_BYTES))
+    if count and chunk_count == 1:
+        work(0, count)
+        return
+    limit = default_threads() if threads is None else threads
     # round up, so that each thread gets the same number of parts
     chunk_count += -chunk_count % min(limit, chunk_count)
     chunk = max(1, -(-count // chunk_count))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -253,7 +253,7 @@ class TokenStore:
             torch.bfloat16
         """
         view = self._view
-        if check not in get_args(Check):
+        if check not in ("first", "always"):
             raise UsageError(f"check must be 'first' or 'always', got {check!r}")
         ids = view.checked(row_ids)
         out = self.empty(len(ids)) if out is None else out
@@ -262,8 +262,7 @@ class TokenStore:
         if not view.codec.has_offset:
             # a record is the block
             sink = RecordSink(out.view(np.uint8).reshape(-1, view.codec.record_bytes))
-        hole = np.array(np.nan, dtype=out.dtype)
-        view.read(ids, out, sink, hole=hole, always_checks=check == "always")
+        view.read(ids, out, sink, always_checks=check == "always")
         if not as_torch:
             return out
         with name_missing_extra("search"):
@@ -297,7 +296,7 @@ class TokenStore:
         shape = (len(ids), view.codec.record_bytes)
         out = lend(shape[0] * shape[1]).reshape(shape) if out is None else out
         check_out(out, shape, np.dtype(np.uint8))
-        view.read(ids, out, RecordSink(out), hole=fill_record(view.codec)[0])
+        view.read(ids, out, RecordSink(out))
         return out
 
     def max_sim(
@@ -326,7 +325,7 @@ class TokenStore:
             )
         scores = np.empty(len(ids), dtype=np.float32)
         sink = ScoreSink(view.codec, query, scores)
-        view.read(ids, scores, sink, hole=np.array(np.nan, dtype=np.float32))
+        view.read(ids, scores, sink)
         return scores
 
     def empty(self, count: int) -> Blocks:
@@ -474,15 +473,13 @@ class _View:
         out: NDArray[Any],
         sink: Sink,
         *,
-        hole: NDArray[Any],
         always_checks: bool = False,
     ) -> None:
         """Fill `out`, the output of `sink`, with the blocks, records or scores of the
         rows `ids`.
 
         A row id that occurs several times in `ids` is read from a file once, and the
-        result is copied within `out`. Row ids outside all segments get the value
-        `hole`.
+        result is copied within `out`. Row ids outside all segments are holes.
         """
         if not len(ids) or (not always_checks and self.reads.read_cached(ids, sink)):
             return
@@ -494,7 +491,8 @@ class _View:
             used = rows_in_use(ids[order], spec)
             unused = order[~used]
             order = order[used]
-            out[unused] = hole
+            is_records = out.dtype == np.uint8
+            out[unused] = fill_record(self.codec) if is_records else np.nan
         in_order = ids[order]
         is_first = np.ones(len(order), dtype=bool)
         np.not_equal(in_order[1:], in_order[:-1], out=is_first[1:])

@@ -49,6 +49,8 @@ class Tombstones:
 
     def refuse(self, row_ids: Ints) -> None:
         """Raise DeletedRowError if one of `row_ids` is deleted."""
+        if not len(self):
+            return
         deleted = [*dict.fromkeys(row_ids[self.contain(row_ids)].tolist())]
         if not deleted:
             return

@@ -25,7 +25,7 @@ from storage_formats.threads import fork_safe_lock, run_chunks
 MAPPED_SHARDS = 64
 # Number of records of a request that are looked up in the page cache. The kernel keeps
 # large parts of a file around each page that is mapped, so one record is not enough.
-_LOOKED_AT = 8
+_LOOKED_AT = 4
 
 
 class MappedShards:

@@ -12,8 +12,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from storage_formats.codecs import Records
 from storage_formats.format.checksum import crc32c
 from storage_formats.reading.batch import Ints
+from storage_formats.reading.memory import ADDRESS_SPACE, offset_of
 
 Checksums: TypeAlias = NDArray[np.uint32]
 
@@ -29,21 +31,32 @@ _LINE_BYTES = 64
 _plain_bytes = 0
 
 
-def copy_records(sources: Ints, targets: Ints, size: int, *, bypasses: bool) -> None:
-    """Copy the `size` bytes at each address of `sources` [k] to the address in
-    `targets` [k].
+def copy_records(
+    sources: Ints, records: Records, out_indices: Ints, *, bypasses: bool
+) -> None:
+    """Copy the record at each address of `sources` [k] to `records` [n, record_bytes],
+    at the index in `out_indices` [k].
 
     Args:
         bypasses: whether the stores bypass the processor's cache if the records are
             aligned to cache lines.
     """
+    size = records.shape[1]
     # the compiled loop can only copy whole lines
     if not size % _LINE_BYTES and (loops := _loops(size * len(sources))):
+        targets = records.ctypes.data + out_indices * size
         bypasses = bypasses and not (targets % _LINE_BYTES).any()
         loops.copy_records(sources, targets, size, bypasses)
         return
-    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-        ctypes.memmove(target, source, size)
+    starts = offset_of(sources).tolist()
+    copied = [ADDRESS_SPACE[start : start + size] for start in starts]
+    start, stop = out_indices[[0, -1]] + (0, 1)
+    # one call for neighbours takes a tenth less time
+    if np.array_equal(out_indices, np.arange(start, stop)):
+        np.concatenate(copied, out=records[start:stop].reshape(-1))
+        return
+    for index, record in zip(out_indices.tolist(), copied, strict=True):
+        records[index] = record
 
 
 def checksums_at(sources: Ints, size: int) -> Checksums:

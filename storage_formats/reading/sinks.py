@@ -40,10 +40,8 @@ class RecordSink:
         return int(self.records.shape[1])
 
     def write(self, sources: Ints, out_indices: Ints) -> None:
-        size = self.records.shape[1]
-        targets = self.records.ctypes.data + out_indices * size
         bypasses = self.records.nbytes >= _BYPASS_FROM
-        copy_records(sources, targets, size, bypasses=bypasses)
+        copy_records(sources, self.records, out_indices, bypasses=bypasses)
 
 
 @dataclass(frozen=True)

@@ -90,11 +90,11 @@ def test_memory_is_copied_and_checked(compiled, size, monkeypatch):
         data = np.random.default_rng(0).integers(0, 256, (count, size), dtype=np.uint8)
         sources = data.ctypes.data + np.arange(count) * size
         assert (records.checksums_at(sources, size) == crc32c_rows(data)).all()
-        target = memory.aligned_bytes((count + 1) * size).reshape(count + 1, size)
-        targets = target.ctypes.data + np.arange(count) * size
-        records.copy_records(sources, targets, size, bypasses=bypasses)
-        assert (target[:count] == data).all()
-        assert not target[count].any()
+        for order in (np.arange(count), np.arange(count)[::-1]):
+            target = memory.aligned_bytes((count + 1) * size).reshape(count + 1, size)
+            records.copy_records(sources, target, order, bypasses=bypasses)
+            assert (target[order] == data).all()
+            assert not target[count].any()
 
 
 @pytest.mark.parametrize("read", ["fetch", "fetch_records", "max_sim"])
