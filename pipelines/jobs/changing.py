@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -51,7 +51,7 @@ from storage_formats.change import (
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.file_check import check_file, refuse
-from storage_formats.format.layout import EMBEDDING_FILE, IndexSpec, Layout
+from storage_formats.format.layout import EMBEDDING_FILE, IndexSpec
 from storage_formats.format.manifest import (
     Ann,
     CommittedIndex,
@@ -63,7 +63,7 @@ from storage_formats.format.manifest import (
 from storage_formats.format.offset import Offset, write_offset
 from storage_formats.format.places import Place
 from storage_formats.format.receipts import ShardReceipt, fetch_written
-from storage_formats.format.rows import VALUE_SCHEMA, read_staged_rows
+from storage_formats.format.rows import VALUE_SCHEMA
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.remote.urls import IndexLocation
 from storage_formats.writing.publish import (
@@ -157,8 +157,6 @@ class Edit:
             None keeps it.
         offset: offset block to write, if a precision is stored with an offset.
         ann: request for a nearest-neighbour index, which replaces the present one.
-        copies: True if `work` copies rows to a new index. The commit then counts the
-            values of `columns` in the written rows.
         needs_indexed: True to commit nothing if `work` indexes no row.
     """
 
@@ -176,7 +174,6 @@ class Edit:
     model: Json | None = None
     offset: Offset | None = None
     ann: AnnRequest | None = None
-    copies: bool = False
     needs_indexed: bool = False
 
     def commit(
@@ -220,8 +217,11 @@ class Edit:
             change.abandon()
             return before
         columns = before.columns if self.columns is None else self.columns
-        if self.copies:
-            columns = _counted(layout, [each.shard for each in receipts], columns)
+        if index is None:
+            values = sum((Counter(each.values) for each in receipts), Counter[str]())
+            columns = tuple(
+                replace(column, values=values[column.name]) for column in columns
+            )
         ann = before.ann
         snapshot = before.snapshot
         changes_segments = spec.used_segments != before.spec.used_segments
@@ -430,20 +430,6 @@ def apply(
     rows = sum(receipt.rows for receipt in receipts if receipt.shard not in earlier)
     speed = rows / (time.monotonic() - started)
     return Applied(edit.commit(change, receipts, report), receipts, earlier, speed)
-
-
-def _counted(
-    layout: Layout, shards: Iterable[int], columns: Sequence[SourceColumn]
-) -> tuple[SourceColumn, ...]:
-    """Return `columns` with the numbers of their values (not null) in the rows of
-    `shards`.
-    """
-    counts = Counter[str]()
-    names = [column.name for column in columns]
-    for shard in shards if names else ():
-        table = read_staged_rows(layout, shard, names, source_columns=columns)
-        counts.update({name: len(table) - table[name].null_count for name in names})
-    return tuple(replace(column, values=counts[column.name]) for column in columns)
 
 
 def new_ann(

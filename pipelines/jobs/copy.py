@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from functools import partial
@@ -283,7 +283,6 @@ def rewrite(
             encoded_from=encoded_from,
             offset=read_offset(parts[0][0].place, spec),
             ann=_ann_request(manifests),
-            copies=True,
             removed=frozenset[bytes]().union(*(index.removed for index, _ in parts)),
         )
         applied = apply(change, edit, on_event, should_stop)
@@ -393,7 +392,7 @@ def copying(
         sum(len(row_ids) for _, row_ids in rows_of_shards.values()),
         plan,
         lambda shard: CopyTask(shard, *rows_of_shards[shard], plan),
-        lambda: CopyWorker({copier for copier, _ in rows_of_shards.values()}),
+        lambda: _copy_shard,
     )
 
 
@@ -412,21 +411,8 @@ class CopyTask:
     plan: str
 
 
-@dataclass(frozen=True)
-class CopyWorker:
-    """Worker that runs the tasks of `copiers`."""
-
-    copiers: Collection[RowCopier]
-
-    def __call__(
-        self, task: CopyTask, _: object, should_stop: ShouldStop
-    ) -> ShardReceipt:
-        return task.copier.copy(task.shard, task.row_ids, task.plan, should_stop)
-
-    def close(self) -> None:
-        """Close the files of the copied indexes."""
-        for copier in self.copiers:
-            copier.close()
+def _copy_shard(task: CopyTask, _: object, should_stop: ShouldStop) -> ShardReceipt:
+    return task.copier.copy(task.shard, task.row_ids, task.plan, should_stop)
 
 
 @name_missing_extra("search")

@@ -116,7 +116,6 @@ class AnnFile(TypedDict, total=False):
     bytes: int
     crc32c: str
     vectors: int
-    similarity: float
 
 
 class Recall(TypedDict, total=False):

@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from storage_formats.atomic import Json
@@ -56,6 +56,7 @@ class ShardReceipt:
         encoded_on: text with the name of the GPU, the version of torch and the number
             of images per forward pass. The bytes of the files depend on them. None if
             the shard was encoded on a CPU.
+        values: number of rows with a value, for each column of the rows table.
     """
 
     shard: int
@@ -68,6 +69,7 @@ class ShardReceipt:
     seconds: dict[str, float]
     truncated: int = 0
     encoded_on: str | None = None
+    values: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> Json:
         """Return the receipt as a JSON object. Its member `crc32c` is the

@@ -8,10 +8,9 @@ import numpy as np
 
 from storage_formats.codecs import Codec
 from storage_formats.errors import CorruptIndexError, cannot_read
-from storage_formats.format.checksum import crc32c
+from storage_formats.format.checksum import crc32c, read_checksums
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.file_check import difference, refuse
-from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import checksum_file, token_file
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.batch import Batch
@@ -100,19 +99,15 @@ class StoredRecords:
             rows = self._spec.shard_rows(shard)
             path = layout.checksums(self.codec.name, shard)
             try:
-                data = read_index_file(layout.root, path, max_bytes=4 * len(rows))
+                data = read_checksums(layout, self.codec.name, shard, len(rows))
             except OSError as error:
                 raise cannot_read(path, error) from error
-            refuse(path, difference(entries[shard], len(data), crc32c(data)), rows)
-            # the shard table may be wrong, too
-            if len(data) != 4 * len(rows):
-                raise CorruptIndexError(
-                    f"the checksum file {path} does not have {4 * len(rows)} bytes (4"
-                    " per row)",
-                    row_ids=tuple(rows),
-                    remedy="verify",
-                )
-            loaded[shard] = np.frombuffer(data, "<u4")
+            refuse(
+                path,
+                difference(entries[shard], data.nbytes, crc32c(data.tobytes())),
+                rows,
+            )
+            loaded[shard] = data
 
         run_threads(load, shards, min(_THREADS, len(shards)))
         return loaded

@@ -43,7 +43,7 @@ _LOST_ORIGINAL = {
 Stop = Callable[[], bool]
 
 
-@dataclass(eq=False)
+@dataclass
 class RowCopier:
     """Copies rows of an index to new shards, and gives them new row ids. All data that
     is read is compared with its checksums.
@@ -67,11 +67,6 @@ class RowCopier:
         self._stores = {
             name: TokenStore(self.source, name) for name in self.spec.precisions
         }
-
-    def close(self) -> None:
-        """Close the token files of the source."""
-        for store in self._stores.values():
-            store.close()
 
     def copy(
         self,

@@ -162,6 +162,7 @@ class ShardWriter:
         number = len(self._spec.shard_rows(self._shard))
         counts = Counts(number, number, 0)
         truncated = 0
+        values: dict[str, int] = {}
         if rows is not None:
             final = self._data.embedding_shard(self._shard)
             self._stage("embeddings", final, self.embeddings.tobytes())
@@ -169,6 +170,9 @@ class ShardWriter:
             counts = count_rows(rows)
             is_indexed = pc.equal(rows["status"], INDEXED)
             truncated = len(rows["detail"].filter(is_indexed).drop_null())
+            values = {
+                name: len(rows) - rows[name].null_count for name in rows.column_names
+            }
         receipt = ShardReceipt(
             shard=self._shard,
             plan=plan,
@@ -180,6 +184,7 @@ class ShardWriter:
             seconds=seconds or {},
             truncated=truncated,
             encoded_on=encoded_on,
+            values=values,
         )
         # The data files are committed already, so the receipt is the only staged file.
         final = self._place.receipt(self._shard)
