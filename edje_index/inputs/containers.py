@@ -8,6 +8,7 @@ list the members, add the suffix of the new kind to `TreeSource` in
 
 from __future__ import annotations
 
+import atexit
 import bisect
 import contextlib
 import functools
@@ -42,8 +43,8 @@ PARQUET = "parquet"
 
 MAX_EXPANSION = 100
 FREE_EXPANSION = 16 << 20
-"""A member of a zip may expand to at most `FREE_EXPANSION` bytes + `MAX_EXPANSION`
-times its compressed size.
+"""A member of a zip, and the images in a row group of a Parquet file, may expand to at
+most `FREE_EXPANSION` bytes + `MAX_EXPANSION` times their compressed size.
 """
 
 # The compression methods that are read. For other methods, `zipfile` does not limit the
@@ -75,6 +76,8 @@ _DAMAGE = (
 # latest used last.
 _MAX_OPEN = 8
 _opened: dict[Any, Archive | ParquetImages] = {}
+# At the exit, the files are closed while all modules still exist.
+atexit.register(_opened.clear)
 # held to open a container, so that two threads do not open the same one
 _OPENING = threading.Lock()
 
@@ -200,6 +203,7 @@ class ParquetImages:
         with _named_damage("the Parquet file"):
             self._parquet = open_parquet(file, buffer_size=_PARQUET_BUFFER)
             leaf = image_leaf(self._parquet.schema_arrow, column)
+            image_chunks(self._parquet, leaf)
         if leaf is None:
             raise ImageError(
                 "changed-since-plan",
@@ -223,8 +227,10 @@ class ParquetImages:
         group = bisect.bisect_right(self._group_starts, offset) - 1
         row = offset - self._group_starts[group]
         with self._turns.at(offset):
+            # The window does not refer to this object. Otherwise, only the garbage
+            # collector would close the file of an object that nobody uses any more.
             window = self._windows.pop(group, None) or StreamWindow(
-                functools.partial(self._images, group)
+                functools.partial(_images, self._parquet, self._leaf, group)
             )
             self._windows[group] = window
             if len(self._windows) > 2:
@@ -234,14 +240,15 @@ class ParquetImages:
             raise ImageError("changed-since-plan", f"the file has no image {offset}")
         return items[0].data
 
-    def _images(self, group: int) -> Iterator[tuple[int, bytes | None]]:
-        """Yield (1, bytes of the image) for each row of row group `group`."""
-        # A batch has one row, to bound memory. A Parquet file stores a repeated value
-        # once, so a batch of many rows could be much larger than the file.
-        with _named_damage("the Parquet file"):
-            for batch in iter_batches(self._parquet, 1, [self._leaf], [group]):
-                value = batch.column(0)[0].as_py()
-                yield 1, value["bytes"] if isinstance(value, dict) else value
+
+def _images(parquet: Any, leaf: str, group: int) -> Iterator[tuple[int, bytes | None]]:
+    """Yield (1, bytes of the image) for each row of row group `group`."""
+    # A batch has one row, to bound memory. A Parquet file stores a repeated value once,
+    # so a batch of many rows could be much larger than the file.
+    with _named_damage("the Parquet file"):
+        for batch in iter_batches(parquet, 1, [leaf], [group]):
+            value = batch.column(0)[0].as_py()
+            yield 1, value["bytes"] if isinstance(value, dict) else value
 
 
 Archive: TypeAlias = TarArchive | ZipArchive
@@ -262,6 +269,30 @@ def image_leaf(schema: Any, column: str) -> str | None:
         arrow_type = arrow_type.field("bytes").type
         leaf = f"{column}.bytes"
     return leaf if column_kind(arrow_type) == BYTES else None
+
+
+def image_chunks(parquet: Any, leaf: str | None) -> list[Any]:
+    """Return the metadata of the column `leaf`, a result of `image_leaf`, in each row
+    group of an open Parquet file.
+
+    Raises:
+        ValueError: the column would expand to much more than its compressed size.
+    """
+    schema = parquet.schema
+    chunks = [
+        parquet.metadata.row_group(group).column(at)
+        for at in range(len(schema))
+        if schema.column(at).path == leaf
+        for group in range(parquet.metadata.num_row_groups)
+    ]
+    for chunk in chunks:
+        size = chunk.total_uncompressed_size
+        if size > FREE_EXPANSION + MAX_EXPANSION * chunk.total_compressed_size:
+            raise ValueError(
+                f"the column {leaf} has {chunk.total_compressed_size} bytes, which"
+                f" expand to {size}"
+            )
+    return chunks
 
 
 ARCHIVES: dict[str, Callable[[RangedFile], Archive]] = {
@@ -432,7 +463,8 @@ def read_packed(
     except OSError:
         # After an error, a connection may be broken. The next call opens the container
         # again.
-        _opened.pop(key, None)
+        with _OPENING:
+            _opened.pop(key, None)
         raise
     if size is not None and len(data) != size:
         raise ImageError(

@@ -85,7 +85,8 @@ class TarArchive:
         self._window = (
             None
             if decompress is None
-            else StreamWindow(lambda: self._chunks(decompress))
+            # Without a reference to this object, see `ParquetImages`.
+            else StreamWindow(functools.partial(_chunks, file, decompress))
         )
         self._turns = Turns()
 
@@ -217,39 +218,38 @@ class TarArchive:
             for chunk in chunks
         )
 
-    def _chunks(self, decompress: _Decompress) -> Iterator[tuple[int, bytes]]:
-        """Yield (length, content) of the chunks of the decompressed archive. Errors of
-        the operating system stay unchanged.
-        """
-        # The decompressor may close the file object that it reads. Therefore it gets a
-        # file object of its own.
-        compressed = RangedFile(self._file.pread, self._file.length)
-        end = 0
-        try:
-            for chunk in decompress(compressed):
-                end += len(chunk)
-                if end > FREE_EXPANSION + MAX_EXPANSION * compressed.tell():
-                    detail = (
-                        f"{compressed.tell()} compressed bytes expand to more than"
-                        f" {end} bytes"
-                    )
-                    raise ImageError("too-expensive", detail)
-                yield len(chunk), chunk
-        except EOFError as error:
-            raise ImageError(
-                "truncated-archive",
-                f"the compressed data end after {end} bytes of content",
-            ) from error
-        except (zlib.error, lzma.LZMAError, OSError, ValueError) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise
-            reason = (
-                "truncated-archive" if "runcated" in str(error) else "damaged-archive"
-            )
-            detail = (
-                f"the compressed data are damaged after {end} bytes of content: {error}"
-            )
-            raise ImageError(reason, detail) from error
+
+def _chunks(file: RangedFile, decompress: _Decompress) -> Iterator[tuple[int, bytes]]:
+    """Yield (length, content) of the chunks of the decompressed archive. Errors of
+    the operating system stay unchanged.
+    """
+    # The decompressor may close the file object that it reads. Therefore it gets a
+    # file object of its own.
+    compressed = RangedFile(file.pread, file.length)
+    end = 0
+    try:
+        for chunk in decompress(compressed):
+            end += len(chunk)
+            if end > FREE_EXPANSION + MAX_EXPANSION * compressed.tell():
+                detail = (
+                    f"{compressed.tell()} compressed bytes expand to more than"
+                    f" {end} bytes"
+                )
+                raise ImageError("too-expensive", detail)
+            yield len(chunk), chunk
+    except EOFError as error:
+        raise ImageError(
+            "truncated-archive",
+            f"the compressed data end after {end} bytes of content",
+        ) from error
+    except (zlib.error, lzma.LZMAError, OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = "truncated-archive" if "runcated" in str(error) else "damaged-archive"
+        detail = (
+            f"the compressed data are damaged after {end} bytes of content: {error}"
+        )
+        raise ImageError(reason, detail) from error
 
 
 def _chunks_of(stream: Any) -> Iterator[bytes]:

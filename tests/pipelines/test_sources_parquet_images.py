@@ -2,10 +2,13 @@
 image, a failed input or counted.
 """
 
+import gc
 import json
 import random
+import tarfile
 import tracemalloc
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -13,7 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edje_index.images.decode import REASONS, ImageError
-from edje_index.inputs.containers import PARQUET, Container, ParquetImages
+from edje_index.inputs.containers import (
+    PARQUET,
+    Container,
+    ParquetImages,
+    read_packed,
+)
 from edje_index.inputs.ranges import open_ranged
 from edje_index.inputs.refs import InputRef, read_bytes
 from pipelines.sources import open_source
@@ -182,3 +190,36 @@ def test_a_damaged_first_image_hides_no_others(tmp_path, first):
     photos = [first, b"\xff\xd8\xff one", b"\xff\xd8\xff two"]
     write(tmp_path / "a.parquet", {"image": pa.array(photos)})
     assert len(list(open_source(str(tmp_path)).iter_inputs())) == 3
+
+
+def test_images_that_expand_too_much_are_refused(tmp_path):
+    columns = {"image": [PHOTOS[0][:3] + bytes(40 << 20)] * 4}
+    path = write(tmp_path / "a.parquet", columns, compression="zstd")
+    tracemalloc.start()
+    with pytest.raises(UsageError, match=r"bytes, which expand to \d+"):
+        values(path)
+    container = Container(PARQUET, path.stat().st_size, "image")
+    with pytest.raises(ImageError, match="which expand to"):
+        read_packed(bytes(path), container, 0, size=None, max_bytes=1 << 30)
+    assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    tracemalloc.stop()
+
+
+def test_files_that_were_not_read_lately_are_closed(tmp_path):
+    gc.disable()
+    try:
+        for number in range(20):
+            path = write(tmp_path / f"{number}.parquet", {"image": PHOTOS})
+            container = Container(PARQUET, path.stat().st_size, "image")
+            read_packed(bytes(path), container, 0, size=None, max_bytes=1 << 20)
+            path = tmp_path / f"{number}.tar.gz"
+            with tarfile.open(path, "w:gz") as archive:
+                archive.add(__file__, "a.jpg")
+            container = Container("tar", path.stat().st_size)
+            with pytest.raises(ImageError, match="over the limit"):
+                read_packed(bytes(path), container, 512, size=9, max_bytes=8)
+            assert read_packed(bytes(path), container, 512, size=3, max_bytes=8)
+        opened = [each.path for each in psutil.Process().open_files()]
+        assert sum(name.startswith(str(tmp_path)) for name in opened) <= 8
+    finally:
+        gc.enable()
