@@ -190,7 +190,9 @@ class Change:
             return
         # Listing the files of all shards is slow. If neither of these directories
         # exists, the change has written no files of shards, so they are not listed.
-        has_shards = layout.staging.exists() or bool(layout.names(layout.receipts))
+        # At a URL, another process may have written them.
+        has_shards = layout.remote is not None or layout.staging.exists()
+        has_shards = has_shards or bool(layout.names(layout.receipts))
         _remove_garbage(layout, shards=has_shards)
         write_array_shapes(layout, self.before.spec)
 
@@ -506,6 +508,8 @@ def begin_copy(
         # condition, so a delayed request could remove the `index.json` of the copy.
         if before is None and place.manifest.exists():
             place.commit(REPLACED)
+            # After the commit, these would be snapshots of the copy.
+            place.remove(place.names(place.snapshots))
         change = Change(place, before, "copy", None)
         with change._running(earlier):
             yield change

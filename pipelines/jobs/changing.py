@@ -244,13 +244,7 @@ class Edit:
             if index is None:
                 fetch_written(layout, receipts, "embeddings/")
             else:
-                numbers = list(spec.shard_numbers())
-                files = CommittedFiles(index, EMBEDDING_FILE).files(numbers).values()
-                index.fetch(files)
-                # Otherwise, damaged embeddings would get a new checksum in the FAISS
-                # file.
-                for file in files:
-                    refuse(file.path, check_file(index.root, file))
+                fetch_embeddings(index)
             ann = new_ann(layout, spec, self.ann, on_event)
         removed = before.removed
         if self.removed is not None:
@@ -430,6 +424,20 @@ def apply(
     rows = sum(receipt.rows for receipt in receipts if receipt.shard not in earlier)
     speed = rows / (time.monotonic() - started)
     return Applied(edit.commit(change, receipts, report), receipts, earlier, speed)
+
+
+def fetch_embeddings(index: CommittedIndex) -> None:
+    """Make the embeddings of `index` readable on this machine, and compare them with
+    their checksums, because a FAISS file of damaged embeddings would look undamaged.
+
+    Raises:
+        CorruptIndexError: a file is damaged.
+    """
+    numbers = list(index.spec.shard_numbers())
+    files = CommittedFiles(index, EMBEDDING_FILE).files(numbers).values()
+    index.fetch(files)
+    for file in files:
+        refuse(file.path, check_file(index.root, file))
 
 
 def new_ann(

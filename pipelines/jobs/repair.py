@@ -18,7 +18,7 @@ import numpy as np
 from edje_index.bundles.info import matching_bundle, read_bundle_offset
 from edje_index.errors import ModelError
 from edje_index.indexing.faiss_build import AnnRequest
-from pipelines.jobs.changing import Edit, apply, new_ann
+from pipelines.jobs.changing import Edit, apply, fetch_embeddings, new_ann
 from pipelines.jobs.plan import settings_of
 from pipelines.progress.events import (
     JobStopped,
@@ -211,6 +211,7 @@ def _restore_ann(
             continue
         # Abandoning the change removes the damaged files at the end.
         change.abandon()
+        fetch_embeddings(replace(index, manifest=manifest))
         ann = new_ann(change.layout, manifest.spec, request, on_event)
         change.layout.write(
             change.layout.snapshot(manifest.snapshot.number),

@@ -11,7 +11,7 @@ from storage_formats.atomic import Json, fsync_path, json_bytes
 from storage_formats.errors import EdjeError
 from storage_formats.format.checksum import json_checksum, with_checksum
 from storage_formats.format.file_check import parsing
-from storage_formats.format.places import Place
+from storage_formats.format.places import Place, open_place
 
 
 @dataclass(frozen=True)
@@ -88,16 +88,16 @@ def end_erasure(place: Place) -> None:
     index cannot be written or another process is changing it.
     """
 
-    def is_committed() -> bool:
-        return place.journal.exists() and unfinished_journal(place) is None
+    def is_left(place: Place) -> bool:
+        # The files of an erasure that is not committed belong to a writer.
+        return bool(place.names(place.erased)) and unfinished_journal(place) is None
 
     # A reader may lack the permission to write, so errors are ignored.
     with contextlib.suppress(OSError, EdjeError):
-        # A reader of an erasure that is not committed must not disturb writers.
-        if is_committed():
-            with place.claimed():
-                if is_committed():
+        if is_left(place):
+            with open_place(place.location) as writer, writer.claimed():
+                if is_left(writer):
                     # The former files may be replaced only after `index.json` is
                     # durable.
-                    fsync_path(place.root)
-                    place.move_erased()
+                    fsync_path(writer.root)
+                    writer.move_erased()

@@ -46,6 +46,10 @@ REPLACED = b"{}"
 """The contents of `index.json` while a copy replaces the index."""
 # The shard table stores shard numbers as int32.
 _MAX_SHARDS = 1 << 31
+# Row ids of dropped snapshots stay unused. Readers have arrays with an entry for each
+# row id, so their number is limited.
+_SHARDS_PER_USED_SHARD = 64
+_FREE_ROWS = 1 << 28
 # most rows of a rows file: this number, or this number per byte of the file
 _SMALL_ROWS = 1 << 20
 _MAX_ROWS_PER_BYTE = 8
@@ -376,9 +380,9 @@ class CommittedIndex:
         argument and the errors, see `Manifest.load`.
         """
         place = reading_place(location)
-        if place.erased.exists():
-            end_erasure(place)
         manifest = _load(place, snapshot)
+        if "erased" in manifest.snapshot.change:
+            end_erasure(place)
         return cls(place.of_snapshot(manifest), manifest)
 
     @classmethod
@@ -580,6 +584,8 @@ def _check_members(manifest: Manifest) -> None:
     if (
         (snapshot.oldest or 0) > snapshot.number
         or snapshot.next_shard >= _MAX_SHARDS
+        or spec.shards
+        > _SHARDS_PER_USED_SHARD * spec.used_shards + _FREE_ROWS // spec.shard_size
         or not spec.precisions
         or not {*offset} <= {*spec.precisions}
         or manifest.counts.inputs != spec.used_rows

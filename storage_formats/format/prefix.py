@@ -199,7 +199,6 @@ class Prefix(Layout):
         return data
 
     def write(self, path: Path, data: bytes) -> None:
-        self._check_change()
         file = FileEntry(self.relative(path), len(data), crc32c(data))
         self._upload(file, lambda: [data])
         self._keep(path, data)
@@ -228,8 +227,6 @@ class Prefix(Layout):
             )
 
     def put(self, staged: Sequence[tuple[Path, FileEntry]]) -> None:
-        self._check_change()
-
         def pieces(path: Path) -> Iterator[Chunk]:
             with path.open("rb") as opened:
                 yield from iter(lambda: opened.read(CHUNK_BYTES), b"")
@@ -331,12 +328,13 @@ class Prefix(Layout):
 
     def _upload(self, file: FileEntry, contents: Callable[[], Iterable[Chunk]]) -> None:
         """Write the object with the path of `file`, and with the checksum of `file` in
-        its metadata.
+        its metadata, unless another process may have taken over the change.
 
         Args:
             contents: function that yields the contents in pieces. If the request is
                 repeated, the function is called again.
         """
+        self._check_change()
         metadata = {CHECKSUM: to_hex(file.crc32c)}
         self.folder.put(file.path, contents, length=file.bytes, metadata=metadata)
 
@@ -441,7 +439,7 @@ def _claim_bytes(owner: str) -> bytes:
         "id": uuid.uuid4().hex,
         "machine": _machine(),
         "pid": os.getpid(),
-        "started": psutil.Process().create_time(),
+        "started": _started(os.getpid()),
         "host": socket.gethostname(),
         "expires": expires.isoformat(),
     }
@@ -466,12 +464,19 @@ def _working(data: bytes) -> str | None:
     return owner
 
 
+def _started(pid: int) -> float:
+    """Return the number of seconds from the start of this machine to the start of the
+    process `pid`. Unlike the time of the start, it does not change with the clock.
+    """
+    return float(psutil.Process(pid).create_time() - psutil.boot_time())
+
+
 def _runs(pid: int, started: float) -> bool:
-    """Return True if the process `pid` of this machine, which was started at the time
+    """Return True if the process `pid` of this machine, for which `_started` was
     `started`, still runs.
     """
     try:
-        return bool(abs(psutil.Process(pid).create_time() - started) < 1)
+        return abs(_started(pid) - started) < 2
     except psutil.Error:
         return False
 

@@ -93,7 +93,8 @@ class LocalReads:
         self._direct_files = ShardFiles(root, records.file, direct=can_queue())
         # by shard number: bytes of records that were requested past the page cache
         self._direct_bytes: dict[int, int] = {}
-        self._admitted_bytes = 0
+        # by shard number: bytes that the page cache was asked to load
+        self._loaded_bytes: dict[int, int] = {}
 
     def length(self, shard: int) -> int:
         """Return the length of the token file of a shard in bytes. Raise
@@ -190,12 +191,14 @@ class LocalReads:
             length = len(self._spec.shard_rows(shard)) * self._record_bytes
             earlier = self._direct_bytes.get(shard, 0)
             self._direct_bytes[shard] = earlier + (stop - start) * self._record_bytes
+            # a shard that has left the page cache may be loaded again
+            self._loaded_bytes.pop(shard, None)
             is_admitted = (
                 earlier >= length
-                and self._admitted_bytes + length <= available_memory() // 2
+                and sum(self._loaded_bytes.values()) + length <= available_memory() // 2
             )
             if is_admitted:
-                self._admitted_bytes += length
+                self._loaded_bytes[shard] = length
                 self._direct_bytes[shard] = 0
                 files = self._files.acquire([shard])
                 advise(files[shard].fd, 0, files[shard].size)

@@ -83,6 +83,15 @@ def change(root, **members):
         {"block_shape": [4, 16, 1]},
         {"offset": {"crc32c": 1, "precisions": ["fp8"]}},
         {"encoded_from": {"bf16": 5}},
+        # a gap that readers would need too much memory for
+        {
+            "shape": 4 * (1 << 30),
+            "segments": [
+                {"first_row": 0, "rows": 4},
+                {"first_row": 4 * ((1 << 30) - 1), "rows": 1},
+            ],
+            "shard_tables": [ENTRY, ENTRY],
+        },
     ],
 )
 def test_senseless_members_are_damage(root, members):
