@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -40,6 +42,7 @@ from edje_index.search.search_model import SearchModel
 from storage_formats.arguments import as_count, as_list, as_path
 from storage_formats.arrays import Floats, Ints
 from storage_formats.atomic import Json
+from storage_formats.cache import cache_directory
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
@@ -330,6 +333,15 @@ def evaluate(
         on_progress(activity, len(finals) * total + done, len(sources) * total)
 
     names = ", ".join(source.codec.name for source in sources)
+    # A user without a directory for cached files keeps no scores.
+    folder = Path(os.devnull)
+    with contextlib.suppress(UsageError):
+        folder = cache_directory() / "scores"
+    manifest = opened.manifest
+    identity = (
+        f"{bundle.info.fingerprint} {manifest.plan} {manifest.snapshot.number} {device}"
+        f" {dtype}"
+    )
     for source in sources:
         parts = score_pairs(
             bundle.scorer,
@@ -339,6 +351,8 @@ def evaluate(
             source.fetch,
             report,
             f"pairs scored in {names}",
+            folder,
+            f"{identity} {source.codec.name}",
         )
         finals[source.codec.name] = {
             direction: weights[direction].sum(values)

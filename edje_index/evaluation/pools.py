@@ -10,8 +10,12 @@ final score for the pool of each query.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow.compute as pc
@@ -23,6 +27,7 @@ from edje_index.progress import OnProgress
 from edje_index.scoring.parts import Scorer
 from edje_index.scoring.weights import EMBEDDING, IMAGE_TO_TEXT, TEXT_TO_IMAGE
 from storage_formats.arrays import Floats, Ints
+from storage_formats.atomic import replacing
 from storage_formats.codecs import Blocks, Codec, codec, finest
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
@@ -36,6 +41,8 @@ CHUNK_PAIRS = 512
 # One integer represents a pair. The position of the caption is in the high bits, and
 # the row id, which is below 2^40, in the low bits.
 _KEY_SHIFT = 40
+# Scores are written to a file at most once in this time.
+_KEEP_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -237,15 +244,22 @@ def score_pairs(
     fetch: Callable[[Ints], Blocks | Tensor],
     on_progress: OnProgress,
     activity: str,
+    folder: Path,
+    identity: str,
 ) -> dict[str, dict[str, Floats]]:
     """Compute parts of the final score for the pools of both directions. A pair that
     occurs several times is scored once.
+
+    The scores are kept in a file of `folder` until all pairs are scored, so a call
+    after a stop continues.
 
     Args:
         parts: names in `JOINT_PARTS`.
         nearest: the pools of `eval_set` by direction.
         fetch: function that takes row ids [k], which may repeat, and returns their
             blocks [k, m, d].
+        identity: text that is equal only for equal blocks and equal weights of
+            `scorer`.
 
     Returns:
         For each direction, the values of `parts` and of the embedding similarity by
@@ -269,17 +283,33 @@ def score_pairs(
     # first, so that a lack of memory shows at once, and the estimate of the remaining
     # time is not too low.
     order = np.argsort(-lengths[distinct >> _KEY_SHIFT], kind="stable")
-    scores = {part: np.empty(len(distinct), dtype=np.float32) for part in parts}
+    named = f"{identity}\0{parts}\0{captions}".encode() + distinct.tobytes()
+    path = folder / f"scores-{hashlib.sha256(named).hexdigest()[:32]}.npy"
+    scores = np.full((len(parts), len(distinct)), np.nan, np.float32)
+    with contextlib.suppress(OSError, ValueError):
+        scores[:] = np.load(path)
+    saved = time.monotonic()
     for start in range(0, len(order), CHUNK_PAIRS):
         on_progress(activity, start, len(order))
         chunk = order[start : start + CHUNK_PAIRS]
+        if np.isfinite(scores[:, chunk]).all():
+            continue
         texts = [captions[position] for position in distinct[chunk] >> _KEY_SHIFT]
         blocks = fetch(distinct[chunk] & ((1 << _KEY_SHIFT) - 1))
         computed = scorer.parts(parts, texts, scorer.images(blocks))
-        for part, of_chunk in computed.items():
-            scores[part][chunk] = of_chunk
+        scores[:, chunk] = [computed[part] for part in parts]
+        if time.monotonic() - saved > _KEEP_SECONDS:
+            # Without the file, only a stop costs more time.
+            with contextlib.suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+                with replacing(path) as file:
+                    np.save(file, scores)
+            saved = time.monotonic()
     on_progress(activity, len(order), len(order))
+    with contextlib.suppress(OSError):
+        path.unlink()
     for direction, each in keys.items():
         positions = np.searchsorted(distinct, each)
-        values[direction] |= {part: scores[part][positions] for part in parts}
+        of_direction = scores[:, positions]
+        values[direction] |= dict(zip(parts, of_direction, strict=True))
     return values

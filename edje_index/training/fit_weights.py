@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,8 @@ def dev_pools(
     bundle: ModelBundle,
     dev: TrainingData,
     config: FittingConfig,
+    folder: Path,
+    identity: str,
     names: tuple[str, ...] = JOINT_PARTS,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> dict[str, DevPools]:
@@ -78,6 +81,7 @@ def dev_pools(
 
     Args:
         dev: the dev images and their captions.
+        folder, identity: see `score_pairs`.
         names: parts of the final score to compute. Parts that `bundle` lacks are left
             out. The embedding similarity is always part of the result.
         on_progress: called with the name of the activity, the number of scored pairs,
@@ -102,6 +106,8 @@ def dev_pools(
         lambda images: tokens[torch.from_numpy(np.searchsorted(scored, images))],
         on_progress,
         "pairs of dev captions and images scored",
+        folder,
+        identity,
     )
     return {
         direction: DevPools(parts[direction], pools.relevant)

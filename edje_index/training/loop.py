@@ -294,7 +294,14 @@ def run_worker(
                             start.joint.eval()
                             # As in the published code, candidates are sorted by the
                             # logit alone.
-                            pools = dev_pools(start, dev, config.fitting, (LOGIT,))
+                            pools = dev_pools(
+                                start,
+                                dev,
+                                config.fitting,
+                                run.folder,
+                                f"{task.run} {done}",
+                                (LOGIT,),
+                            )
                             recalls = {
                                 f"dev_{direction}_r1": float(
                                     of_direction.hits(ScoreWeights()).mean()
@@ -501,7 +508,14 @@ def finish_model(
         bundle.pooled = pooled.to(device).eval()
     choices = dict[str, WeightChoice]()
     if task.dev is not None:
-        pools = dev_pools(bundle, task.dev, fitting, on_progress=on_progress)
+        pools = dev_pools(
+            bundle,
+            task.dev,
+            fitting,
+            task.config.run.folder,
+            f"{task.run} {state.step}",
+            on_progress=on_progress,
+        )
         choices = {name: choose_weights(pools[name]) for name in DIRECTIONS}
         bundle.score = DirectionWeights(
             **{direction: choice.weights for direction, choice in choices.items()}

@@ -390,8 +390,8 @@ def evaluate(job: Job, *, report: Path | None = None) -> Iterator[str]:
         result = job.run(dtype="auto")
     except JobStopped as error:
         error.args = (
-            f"{error}, and nothing was kept: a smaller --queries, a smaller --pool or"
-            " fewer --precision take less time",
+            f"{error}; the same command continues. A smaller --queries, a smaller"
+            " --pool or fewer --precision take less time",
         )
         raise
     job.result = result.to_json()

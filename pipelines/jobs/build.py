@@ -450,6 +450,9 @@ def build_index(
         if dry_run:
             finished = change.receipts(plan.shards, plan.fingerprint)
             failures = sum(failed.values())
+            unread = sum(failed[reason] for reason in failed.keys() - UNDECODED)
+            if unread > (allowed := _allowed_failures(plan, execution)):
+                raise _too_many_failures(plan, unread, allowed, plan.rows, failed)
             counts = Counts(
                 plan.rows,
                 plan.rows - plan.duplicates - failures,
@@ -566,10 +569,7 @@ def encoding(
     layout = change.layout
     settings = plan.settings
     fingerprint = plan.fingerprint
-    allowed = max(ALWAYS_ALLOWED, math.floor(DEFAULT_SHARE * plan.rows))
-    if execution.max_failed is not None:
-        # Add 1e-6 before rounding down, because 0.29 * 100 is 28.999999999999996.
-        allowed = math.floor(execution.max_failed * plan.rows + 1e-6)
+    allowed = _allowed_failures(plan, execution)
     failed = Counter[str]()
 
     def check(receipts: Sequence[ShardReceipt]) -> None:
@@ -579,16 +579,12 @@ def encoding(
         if is_last and number and plan.duplicates:
             number += _failed_duplicates(layout, receipts)
         if number > allowed:
-            done = sum(each.rows for each in receipts)
-            so_far = "" if is_last else " so far"
-            raise FailedInputsError(
-                f"{number:,} of {counted(done, 'input')} failed{so_far}, more than"
-                f" the {allowed:,} that may fail ({by_reason(failed)}). The first are"
-                f" {_first_failures(layout, receipts)}. {len(receipts):,} of"
-                f" {counted(len(plan.shards), 'shard')} are finished and kept; raise"
-                " the share to index the others",
-                parameter="max_failed",
+            kept = (
+                f". The first are {_first_failures(layout, receipts)}. Finished and"
+                f" kept: {len(receipts):,} of {counted(len(plan.shards), 'shard')}"
             )
+            done = sum(each.rows for each in receipts)
+            raise _too_many_failures(plan, number, allowed, done, failed, kept)
         if not is_last:
             return
         undecoded = Counter(
@@ -717,6 +713,35 @@ def earlier_plan(
         # The bundle may be at another path than in the earlier run.
         plan = replace(plan, model=model_record(info))
     return plan
+
+
+def _allowed_failures(plan: Plan, execution: Execution) -> int:
+    if execution.max_failed is not None:
+        # Add 1e-6 before rounding down, because 0.29 * 100 is 28.999999999999996.
+        return math.floor(execution.max_failed * plan.rows + 1e-6)
+    return max(ALWAYS_ALLOWED, math.floor(DEFAULT_SHARE * plan.rows))
+
+
+def _too_many_failures(
+    plan: Plan,
+    number: int,
+    allowed: int,
+    done: int,
+    failed: Mapping[str, int],
+    kept: str = "",
+) -> FailedInputsError:
+    """Return the error for `number` failures among the first `done` inputs. `kept` is
+    appended to the first sentence.
+    """
+    advice = "raise the share to index the others"
+    first = "" if done == plan.rows else "the first "
+    if number == done:
+        advice = "relative paths in a list begin at the directory of the list"
+    return FailedInputsError(
+        f"{number:,} of {first}{counted(done, 'input')} failed, more than the"
+        f" {allowed:,} that may fail ({by_reason(failed)}){kept}; {advice}",
+        parameter="max_failed",
+    )
 
 
 def _failed_duplicates(layout: Layout, receipts: Sequence[ShardReceipt]) -> int:

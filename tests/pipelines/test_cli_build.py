@@ -137,9 +137,9 @@ def test_a_build_with_too_many_failures_stops_and_goes_on_with_a_larger_limit(
     for _ in range(2):
         code, out, err = run(*build, "--max-failed", 0.19)
         assert (code, out) == (1, "")
-        assert "2 of 8 inputs failed so far, more than the 1" in err
+        assert "2 of the first 8 inputs failed, more than the 1" in err
         assert f"{photos / '02.jpg'} (empty), {photos / '07.jpg'} (not-an-image)" in err
-        assert "2 of 3 shards are finished and kept" in err
+        assert "Finished and kept: 2 of 3 shards" in err
         assert "error: --max-failed: " in err
         assert not Directory(index).manifest.exists()
     assert len(run("failures", index)[1].splitlines()) == 2
@@ -163,6 +163,17 @@ def test_twenty_inputs_may_fail_by_default_and_no_more(run, build, photos, index
     shutil.rmtree(index)
     (photos / "bad-19.jpg").unlink()
     run.ok(*build)
+
+
+def test_a_list_of_wrong_paths_is_refused_by_a_dry_run_too(run, build, tmp_path):
+    listed = tmp_path / "list.txt"
+    listed.write_text("".join(f"elsewhere/{number}.jpg\n" for number in range(30)))
+    command = [build[0], listed, *build[2:]]
+    for arguments in (["--dry-run"], []):
+        code, _, err = run(*command, *arguments)
+        assert code == 1
+        assert "inputs failed, more than the 20" in err
+        assert "relative paths in a list begin at the directory of the list" in err
 
 
 def test_info_of_a_begun_and_of_a_finished_index(run, build, index, config):

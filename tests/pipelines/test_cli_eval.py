@@ -262,7 +262,7 @@ def test_a_stop_says_how_to_score_fewer_pairs(run, world, monkeypatch):
     monkeypatch.setattr("edje_index.evaluation.evaluate.score_pairs", stop)
     code, out, err = run(*arguments(world, "--pool", 3))
     assert (code, out) == (1, "")
-    assert "stopped before the end, and nothing was kept: a smaller --queries" in err
+    assert "stopped before the end; the same command continues. A smaller" in err
 
 
 def test_senseless_requests_are_refused(run, world, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from edje_index.evaluation import pools as pools_module
 from edje_index.models.devices import to_bf16_array
 from edje_index.training.checkpoints import last_checkpoint, read_log
 from edje_index.training.config import FittingConfig
@@ -78,7 +79,7 @@ def test_an_alignment_is_not_evaluated(case, tmp_path):
     assert phases == {"joint"}
 
 
-def test_recalls_are_those_of_the_plain_computation(case):
+def test_recalls_are_those_of_the_plain_computation(case, tmp_path, monkeypatch):
     """One query at a time, by the parts of a bundle with the chosen weights; in
     both directions.
     """
@@ -89,7 +90,30 @@ def test_recalls_are_those_of_the_plain_computation(case):
     pooled = fit_pooled_similarity(adapter, bundle.joint, dev, 0, 4, lambda *_: None)
     bundle = replace(bundle, pooled=pooled, info=None)
     config = FittingConfig(dev_captions=1000, dev_pool=6)
-    pools = dev_pools(bundle, dev, config)
+    monkeypatch.setattr(pools_module, "CHUNK_PAIRS", 16)
+    monkeypatch.setattr(pools_module, "_KEEP_SECONDS", -1)
+    calls = []
+
+    def stop(activity, done, total):
+        calls.append(done)
+        if len(calls) == 4:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        dev_pools(bundle, dev, config, tmp_path, "run 1", on_progress=stop)
+    # the scores of three batches are kept, and those of another run are not used
+    (kept,) = tmp_path.iterdir()
+    assert np.isfinite(np.load(kept)).all(axis=0).sum() == 3 * 16
+    tampered = np.load(kept)
+    np.save(kept, tampered + 1)
+    pools = dev_pools(bundle, dev, config, tmp_path, "run 1")
+    assert list(tmp_path.iterdir()) == []
+    plain = dev_pools(bundle, dev, config, tmp_path, "run 2")
+    changed = [
+        (pools[name].parts["logit"] != plain[name].parts["logit"]) for name in pools
+    ]
+    assert 0 < sum(each.sum() for each in changed) <= 2 * 3 * 16
+    pools = plain
     choices = {
         direction: choose_weights(of_direction)
         for direction, of_direction in pools.items()
