@@ -128,6 +128,8 @@ def search(
         raise UsageError(
             f"--csv writes no {csv.suffix}: give a name that ends in .csv or .parquet"
         )
+    if csv and csv.is_dir():
+        raise UsageError(f"--csv: {csv} is a directory: give the name of a file")
     sources = {"--texts": texts, "--image": image, "--queries": queries}
     if sum(query is not None for query in (text, queries, image)) != 1:
         raise UsageError("give one of TEXT, --queries FILE and --image FILE")

@@ -122,7 +122,11 @@ async def answer_error(_: Request | None, error: Exception) -> JSONResponse:
         problems = []
         for problem in error.errors():
             field = ".".join(str(part) for part in problem["loc"][1:]) or "body"
-            problems.append(f"{field}: {problem['msg']}"[:300])
+            message = problem["msg"].removeprefix("Value error, ")
+            if problem["type"] == "json_invalid":
+                message = f"not valid JSON at character {field}"
+                field = "body"
+            problems.append(f"{field}: {message}"[:300])
         more = (
             f" (and {len(problems) - _SHOWN_PROBLEMS} more)"
             if len(problems) > _SHOWN_PROBLEMS

@@ -36,12 +36,13 @@ NOT_RUN = (
     "bench",
     # models from a hub
     "model import checkpoint.pth",
-    "model features clip",
+    "model features",
     "build dataset_coco.json --out data.edje",
     "build photos --out siglip2.edje",
     "eval siglip2.edje",
     # tests/integration train tiny models; the guides take hours
     "train data.edje",
+    "build captions_",
     "train more.edje",
     "build photos --out tuned.edje",
     "search tuned.edje",

@@ -29,7 +29,7 @@ def test_the_requests_of_the_guide_are_answered(template, home):
         if "cohere" not in code or pytest.importorskip("cohere")
     ]
     requests = [block for block in blocks(GUIDE) if block.startswith("curl ")]
-    assert (len(codes), len(requests)) == (2, 1)
+    assert (len(codes), len(requests)) == (2, 2)
     with serving(home, command("serve", "photos.edje", "--port", "0")) as service:
         for code in codes:
             code = code.replace(ADDRESS, service.url).replace(
