@@ -86,10 +86,10 @@ def test_a_compressed_tar_is_listed_in_one_pass(tmp_path, monkeypatch):
     path = write_tar(tmp_path / "a.tar.gz", members)
     passes = []
     monkeypatch.setattr(
-        TarArchive,
+        tars,
         "_chunks",
-        lambda self, decompress, chunks=TarArchive._chunks: (
-            passes.append(None) or chunks(self, decompress)
+        lambda file, decompress, chunks=tars._chunks: (
+            passes.append(None) or chunks(file, decompress)
         ),
     )
     refs, _ = scan(path)
