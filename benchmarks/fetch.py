@@ -185,12 +185,10 @@ def bench_fetch(
     rows = spec.rows
     notes = []
     if missing := [name for name in subjects if name not in installed]:
-        needs = (
-            "the program fio and the extra 'bench'"
-            if DEVICE in missing
-            else "the extra 'bench'"
+        notes.append(
+            "left out, because they are not installed (the extra 'bench', and for the"
+            f" device the program fio): {', '.join(missing)}"
         )
-        notes.append(f"left out, because they need {needs}: {', '.join(missing)}")
     if quick:
         pool = min(pool, _QUICK_POOL)
         repeats = min(repeats, _QUICK_REPEATS)

@@ -68,7 +68,7 @@ from storage_formats.change import Change, finish_committed
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.journal import how_to_discard
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import (
     CommittedIndex,
     Counts,
@@ -76,7 +76,7 @@ from storage_formats.format.manifest import (
     index_exists,
 )
 from storage_formats.format.offset import offset_block
-from storage_formats.format.places import reading_place
+from storage_formats.format.places import Place, reading_place
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import FAILED, read_staged_rows
 from storage_formats.format.source_columns import caption_columns
@@ -744,7 +744,7 @@ def _too_many_failures(
     )
 
 
-def _failed_duplicates(layout: Layout, receipts: Sequence[ShardReceipt]) -> int:
+def _failed_duplicates(layout: Place, receipts: Sequence[ShardReceipt]) -> int:
     """Return the number of duplicates whose original has failed. Inputs of formats that
     are not decoded do not count as failed.
     """
@@ -760,7 +760,7 @@ def _failed_duplicates(layout: Layout, receipts: Sequence[ShardReceipt]) -> int:
     return duplicates
 
 
-def failed_rows(layout: Layout, receipts: Sequence[ShardReceipt]) -> Iterator[Json]:
+def failed_rows(layout: Place, receipts: Sequence[ShardReceipt]) -> Iterator[Json]:
     """Yield the row id, uri, reason and detail of the failed rows of written shards, in
     row order.
     """
@@ -771,7 +771,7 @@ def failed_rows(layout: Layout, receipts: Sequence[ShardReceipt]) -> Iterator[Js
                 yield row
 
 
-def _first_failures(layout: Layout, receipts: Sequence[ShardReceipt]) -> str:
+def _first_failures(layout: Place, receipts: Sequence[ShardReceipt]) -> str:
     """Return a text with the uris and reasons of the first failed inputs."""
     first = itertools.islice(failed_rows(layout, receipts), _NAMED_FAILURES)
     return ", ".join(f"{row['uri']} ({row['reason']})" for row in first)

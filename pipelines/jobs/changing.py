@@ -62,7 +62,7 @@ from storage_formats.format.manifest import (
 )
 from storage_formats.format.offset import Offset, write_offset
 from storage_formats.format.places import Place
-from storage_formats.format.receipts import ShardReceipt, fetch_written
+from storage_formats.format.receipts import ShardReceipt, fetch_written_embeddings
 from storage_formats.format.rows import VALUE_SCHEMA
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.remote.urls import IndexLocation
@@ -242,7 +242,7 @@ class Edit:
                 ann = ann_without_rows(layout, index, deleted.row_ids.tolist())
         if self.ann is not None:
             if index is None:
-                fetch_written(layout, receipts, "embeddings/")
+                fetch_written_embeddings(layout, receipts)
             else:
                 fetch_embeddings(index)
             ann = new_ann(layout, spec, self.ann, on_event)
@@ -382,7 +382,6 @@ def apply(
         )
 
     try:
-        fetch_written(layout, earlier.values(), "build/rows/")
         for receipt in earlier.values():
             # Pass no stage times, because events report the times of this run only.
             finish(receipt, {})
@@ -398,7 +397,6 @@ def apply(
             )
             with contextlib.closing(finished):
                 for receipt in finished:
-                    fetch_written(layout, [receipt], "build/rows/")
                     on_event(finish(receipt, receipt.seconds))
                     work.check(receipts)
         # Also stop if all shards are finished but a stop was requested: the commit may

@@ -78,15 +78,13 @@ class ShardReceipt:
         return with_checksum(write_json(self))
 
 
-def fetch_written(place: Place, receipts: Iterable[ShardReceipt], folder: str) -> None:
-    """Make the files of finished shards in `folder` readable on this machine, for the
-    commit. `folder` is "build/rows/" or "embeddings/".
-    """
+def fetch_written_embeddings(place: Place, receipts: Iterable[ShardReceipt]) -> None:
+    """Make the embeddings of finished shards readable on this machine."""
     place.fetch(
         file
         for receipt in receipts
         for file in receipt.files
-        if file.path.startswith(folder)
+        if file.path.startswith("embeddings/")
     )
 
 

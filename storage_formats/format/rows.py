@@ -19,9 +19,9 @@ from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.committed_files import table_groups
 from storage_formats.format.file_check import EXCHANGED, parsing
 from storage_formats.format.index_files import read_index_file
-from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex, Counts
 from storage_formats.format.parquet import read_table
+from storage_formats.format.places import Place
 from storage_formats.format.source_columns import (
     BOOL,
     FLOAT64,
@@ -198,7 +198,7 @@ def stored_schema(source_columns: Iterable[SourceColumn]) -> pa.Schema:
 
 
 def read_staged_rows(
-    layout: Layout,
+    layout: Place,
     shard: int,
     columns: list[str] | None = None,
     source_columns: Iterable[SourceColumn] = (),
@@ -218,6 +218,7 @@ def read_staged_rows(
         UsageError: `columns` contains a name that no column has.
     """
     path = layout.staged_rows(shard)
+    layout.get(path)
     schema = selected(stored_schema(source_columns), columns)
     with parsing(f"the rows of shard {shard} in {path}"):
         data = read_index_file(layout.root, path)

@@ -45,7 +45,11 @@ from storage_formats.format.manifest import (
 )
 from storage_formats.format.offset import stored_codec
 from storage_formats.format.places import Place
-from storage_formats.format.receipts import ShardReceipt, fetch_written, fingerprint
+from storage_formats.format.receipts import (
+    ShardReceipt,
+    fetch_written_embeddings,
+    fingerprint,
+)
 from storage_formats.format.rows import (
     ROW_SCHEMA,
     RowEntry,
@@ -409,13 +413,12 @@ class IndexWriter:
                 self._commit_shard()
             columns = self._columns.columns()
             change = self._change
-            fetch_written(place, self._receipts, "build/rows/")
             counts = total_counts(self._receipts)
             tables = write_tables(place, spec, self._receipts, columns, change.before)
             if change.before is None:
                 ann: Ann = {"kind": "none"}
                 if build_ann is not None:
-                    fetch_written(place, self._receipts, "embeddings/")
+                    fetch_written_embeddings(place, self._receipts)
                     ann = build_ann(place, spec)
                 fingerprint = hashlib.sha256(self._encoder.encode()).hexdigest()
                 manifest = Manifest(

@@ -74,6 +74,7 @@ def write_tables(
                 # The commit moves the files of an erasure into place.
                 final = replace(file, path=file.path.removeprefix(erased))
                 lines[final.path] = (receipt.shard, final)
+    layout.fetch(staged.values())
     tables: dict[Segment, FileEntry] = {}
     if before is not None:
         old = before.spec
