@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-from pipelines import quantize_index
+from pipelines import delete_rows, quantize_index
 from pipelines.jobs.plan import disk_need
 from pipelines.jobs.quantize import precision_to_read
 from pipelines.progress.wording import human_bytes
@@ -147,3 +147,18 @@ def test_a_conversion_and_a_build_give_the_same_bytes(case, tmp_path):
     found = contents(tmp_path / "b")
     del expected["plan"], found["plan"]
     assert found == expected
+
+
+def test_the_files_of_an_earlier_snapshot_are_not_replaced_by_other_tokens(tmp_path):
+    spec = replace(SPEC, precisions=("bf16", "fp8"))
+    write_random_index(tmp_path / "i", spec)
+    quantize_index(tmp_path / "i", ["int8"])
+    expected = TokenStore.open(tmp_path / "i", "int8").fetch([1, 8])
+    delete_rows(tmp_path / "i", rows=[2])
+    quantize_index(tmp_path / "i", drop=["int8"])
+    with pytest.raises(UsageError, match="may have other tokens in 'int8'"):
+        quantize_index(tmp_path / "i", ["int8"], source="fp8")
+    # from the same precision, the tokens are the same
+    quantize_index(tmp_path / "i", ["int8"])
+    assert same_bits(TokenStore.open(tmp_path / "i", "int8").fetch([1, 8]), expected)
+    assert verify_index(tmp_path / "i") == []

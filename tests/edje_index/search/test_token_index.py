@@ -20,7 +20,7 @@ from edje_index.errors import ModelError
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.scoring.weights import PART_NAMES
 from edje_index.search import search_model, token_index
-from pipelines import append_index, build_index
+from pipelines import append_index, build_index, delete_rows, quantize_index
 from storage_formats import Manifest, RowIdError, TokenStore, UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.places import Directory
@@ -427,3 +427,17 @@ def test_a_replaced_index_is_refused_by_stores_and_searches(built, tmp_path):
     for opened in (index, index.store):
         with pytest.raises(UsageError, match="was replaced by another index"):
             opened.refresh()
+
+
+def test_a_refreshed_index_keeps_its_precision_while_it_is_stored(built, tmp_path):
+    root = tmp_path / "index"
+    shutil.copytree(built[0], root)
+    quantize_index(root, ["int8", "fp8"])
+    index = TokenIndex.open(root, model=built[1], precision="int8")
+    delete_rows(root, rows=[1])
+    index.refresh()
+    assert index.precision == "int8"
+    quantize_index(root, drop=["int8"])
+    delete_rows(root, rows=[2])
+    index.refresh()
+    assert index.precision == "bf16"
