@@ -217,7 +217,8 @@ class Edit:
             change.abandon()
             return before
         columns = before.columns if self.columns is None else self.columns
-        if index is None:
+        # receipts of an earlier version have no values
+        if index is None and all(each.values for each in receipts):
             values = sum((Counter(each.values) for each in receipts), Counter[str]())
             columns = tuple(
                 replace(column, values=values[column.name]) for column in columns
