@@ -43,8 +43,9 @@ PARQUET = "parquet"
 
 MAX_EXPANSION = 100
 FREE_EXPANSION = 16 << 20
-"""A member of a zip, and the images in a row group of a Parquet file, may expand to at
-most `FREE_EXPANSION` bytes + `MAX_EXPANSION` times their compressed size.
+"""A member of a zip may expand to at most `FREE_EXPANSION` bytes + `MAX_EXPANSION`
+times its compressed size, and a row group of a Parquet file with images to at most
+`FREE_EXPANSION` bytes + `MAX_EXPANSION` times the size of the file.
 """
 
 # The compression methods that are read. For other methods, `zipfile` does not limit the
@@ -203,7 +204,7 @@ class ParquetImages:
         with _named_damage("the Parquet file"):
             self._parquet = open_parquet(file, buffer_size=_PARQUET_BUFFER)
             leaf = image_leaf(self._parquet.schema_arrow, column)
-            image_chunks(self._parquet, leaf)
+            check_expansion(self._parquet, file.length)
         if leaf is None:
             raise ImageError(
                 "changed-since-plan",
@@ -271,28 +272,21 @@ def image_leaf(schema: Any, column: str) -> str | None:
     return leaf if column_kind(arrow_type) == BYTES else None
 
 
-def image_chunks(parquet: Any, leaf: str | None) -> list[Any]:
-    """Return the metadata of the column `leaf`, a result of `image_leaf`, in each row
-    group of an open Parquet file.
-
-    Raises:
-        ValueError: the column would expand to much more than its compressed size.
+def check_expansion(parquet: Any, length: int) -> None:
+    """Raise ValueError if a row group of an open Parquet file of `length` bytes has
+    columns of images, and expands to much more than the file.
     """
-    schema = parquet.schema
-    chunks = [
-        parquet.metadata.row_group(group).column(at)
-        for at in range(len(schema))
-        if schema.column(at).path == leaf
-        for group in range(parquet.metadata.num_row_groups)
-    ]
-    for chunk in chunks:
-        size = chunk.total_uncompressed_size
-        if size > FREE_EXPANSION + MAX_EXPANSION * chunk.total_compressed_size:
+    schema = parquet.schema_arrow
+    if not any(image_leaf(schema, name) for name in schema.names):
+        return
+    # The metadata of a single column is not used: if it is damaged, PyArrow (26.0)
+    # aborts the process.
+    for group in range(parquet.metadata.num_row_groups):
+        size = parquet.metadata.row_group(group).total_byte_size
+        if size > FREE_EXPANSION + MAX_EXPANSION * length:
             raise ValueError(
-                f"the column {leaf} has {chunk.total_compressed_size} bytes, which"
-                f" expand to {size}"
+                f"row group {group} has {size} bytes, but the file has only {length}"
             )
-    return chunks
 
 
 ARCHIVES: dict[str, Callable[[RangedFile], Archive]] = {

@@ -32,7 +32,7 @@ import pyarrow as pa
 
 from edje_index.images.decode import HEAD_BYTES, image_format, undecoded_format
 from edje_index.inputs.column_types import BYTES, TEXT, column_kind
-from edje_index.inputs.containers import PARQUET, Container, image_chunks, image_leaf
+from edje_index.inputs.containers import PARQUET, Container, check_expansion, image_leaf
 from edje_index.inputs.json_lines import parse_json_lines
 from edje_index.inputs.names import file_name
 from edje_index.inputs.ranges import RangedFile, open_file, open_ranged
@@ -393,7 +393,8 @@ def _leaves_to_list(parquet: Any, column: str) -> tuple[list[str], int]:
     """
     leaf = image_leaf(parquet.schema_arrow, column)
     paths = [parquet.schema.column(at).path for at in range(len(parquet.schema))]
-    statistics = [chunk.statistics for chunk in image_chunks(parquet, leaf)]
+    groups = map(parquet.metadata.row_group, range(parquet.metadata.num_row_groups))
+    statistics = [group.column(paths.index(leaf)).statistics for group in groups]
     has_counts = all(each is not None and each.has_null_count for each in statistics)
     if has_counts and not any(each.null_count for each in statistics):
         return [path for path in paths if path == f"{column}.path"], _ROWS
@@ -537,6 +538,7 @@ def open_table(path: bytes) -> Iterator[tuple[RangedFile, Any]]:
                 f"the file declares {parquet.metadata.num_rows} rows, but has only"
                 f" {file.length} bytes"
             )
+        check_expansion(parquet, file.length)
         yield file, parquet
 
 
@@ -552,7 +554,6 @@ def _holds_images(parquet: Any, name: str) -> bool:
     leaf = image_leaf(parquet.schema_arrow, name)
     if leaf is None:
         return False
-    image_chunks(parquet, leaf)
     kind = _features_of(parquet.schema_arrow).get(name, {}).get("_type")
     if kind is not None:
         return bool(kind == "Image")
