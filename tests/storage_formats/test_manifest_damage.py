@@ -8,6 +8,7 @@ import copy
 import functools
 import json
 import operator
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -21,7 +22,8 @@ from storage_formats import (
     verify_index,
 )
 from storage_formats.format.checksum import json_checksum
-from storage_formats.format.layout import IndexSpec
+from storage_formats.format.directory import Directory
+from storage_formats.format.layout import IndexSpec, Segment
 from tests.conftest import write_random_index
 
 SPEC = IndexSpec(5, 4, (4, 16), 6)
@@ -83,15 +85,6 @@ def change(root, **members):
         {"block_shape": [4, 16, 1]},
         {"offset": {"crc32c": 1, "precisions": ["fp8"]}},
         {"encoded_from": {"bf16": 5}},
-        # a gap that readers would need too much memory for
-        {
-            "shape": 4 * (1 << 30),
-            "segments": [
-                {"first_row": 0, "rows": 4},
-                {"first_row": 4 * ((1 << 30) - 1), "rows": 1},
-            ],
-            "shard_tables": [ENTRY, ENTRY],
-        },
     ],
 )
 def test_senseless_members_are_damage(root, members):
@@ -150,3 +143,14 @@ def test_a_precision_cannot_name_another_place(root, name, tmp_path_factory):
     ):
         with pytest.raises(UsageError, match="unknown precision"):
             job(root)
+
+
+def test_a_gap_that_takes_too_much_memory_is_damage(root):
+    manifest = Manifest.load(root)
+    far = 4 * (1 << 30)
+    segments = (Segment(0, 4), Segment(far, 1))
+    spec = replace(manifest.spec, rows=far + 1, segments=segments)
+    tables = 2 * manifest.shard_tables
+    replace(manifest, spec=spec, shard_tables=tables).write(Directory(root))
+    with pytest.raises(CorruptIndexError, match="is out of range"):
+        Manifest.load(root)
