@@ -393,8 +393,19 @@ def _leaves_to_list(parquet: Any, column: str) -> tuple[list[str], int]:
     """
     leaf = image_leaf(parquet.schema_arrow, column)
     paths = [parquet.schema.column(at).path for at in range(len(parquet.schema))]
-    groups = map(parquet.metadata.row_group, range(parquet.metadata.num_row_groups))
-    statistics = [group.column(paths.index(leaf)).statistics for group in groups]
+    at = paths.index(leaf)
+    at = paths.index(leaf)
+    kind = parquet.schema.column(at).physical_type
+    statistics = []
+    for number in range(parquet.metadata.num_row_groups):
+        # PyArrow aborts the process if it is asked for damaged metadata of a column,
+        # but reading such a column raises an error. The images of a row group that
+        # cannot be read fail one by one.
+        with contextlib.suppress(OSError, pa.ArrowException):
+            if any(map(len, iter_batches(parquet, 1, [leaf], [number]))):
+                chunk = parquet.metadata.row_group(number).column(at)
+                is_sound = chunk.physical_type == kind
+                statistics.append(chunk.statistics if is_sound else None)
     has_counts = all(each is not None and each.has_null_count for each in statistics)
     if has_counts and not any(each.null_count for each in statistics):
         return [path for path in paths if path == f"{column}.path"], _ROWS

@@ -28,8 +28,10 @@ _PIECE_RECORDS = 512
 _PIECES_IN_FLIGHT = 2
 # maximum number of requests in flight for each piece
 _REQUESTS = 32
-_RUN_BYTES = 4 << 20
-_GAP_BYTES = 64 << 10
+_RUN_BYTES = 1 << 20
+# A request takes about as long as reading 1 MiB more, but a longer request for a few
+# rows also delays their decoding.
+_GAP_BYTES = 256 << 10
 
 
 class ObjectReads:
