@@ -271,7 +271,9 @@ def _encode(
         return Batch(ready, tokens, np.empty((0, encoder.embed_dim), np.float32))
     started = time.perf_counter()
     if not encoder.fills_batches:
-        pixels = pixels[ready]
+        # only a batch with gaps is copied
+        is_whole = len(ready) == len(rows)
+        pixels = pixels[: len(rows)] if is_whole else pixels[ready]
     tokens, embeddings = encoder.encode(pixels)
     if len(tokens) > len(ready):
         tokens = tokens[ready]

@@ -394,20 +394,18 @@ def _leaves_to_list(parquet: Any, column: str) -> tuple[list[str], int]:
     leaf = image_leaf(parquet.schema_arrow, column)
     paths = [parquet.schema.column(at).path for at in range(len(parquet.schema))]
     at = paths.index(leaf)
-    at = paths.index(leaf)
     kind = parquet.schema.column(at).physical_type
-    statistics = []
+    nulls: list[int | None] = []
     for number in range(parquet.metadata.num_row_groups):
         # PyArrow aborts the process if it is asked for damaged metadata of a column,
         # but reading such a column raises an error. The images of a row group that
         # cannot be read fail one by one.
         with contextlib.suppress(OSError, pa.ArrowException):
-            if any(map(len, iter_batches(parquet, 1, [leaf], [number]))):
+            if any(map(len, iter_batches(parquet, 1, [paths[at]], [number]))):
                 chunk = parquet.metadata.row_group(number).column(at)
-                is_sound = chunk.physical_type == kind
-                statistics.append(chunk.statistics if is_sound else None)
-    has_counts = all(each is not None and each.has_null_count for each in statistics)
-    if has_counts and not any(each.null_count for each in statistics):
+                statistics = chunk.statistics if chunk.physical_type == kind else None
+                nulls.append(statistics and statistics.null_count)
+    if all(count == 0 for count in nulls):
         return [path for path in paths if path == f"{column}.path"], _ROWS
     needed = (leaf, f"{column}.path")
     return [path for path in paths if path in needed], _ROWS_WITH_IMAGES

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from edje_index.indexing.faiss_build import AnnRequest
 from pipelines.jobs.changing import (
@@ -66,7 +66,6 @@ from storage_formats.format.receipts import ShardReceipt, fingerprint
 from storage_formats.format.rows import (
     INDEXED,
     count_rows,
-    iter_rows,
     read_index_rows,
 )
 from storage_formats.format.source_columns import MAX_COLUMNS, CountedColumns
@@ -86,8 +85,6 @@ from storage_formats.threads import ordered_map
 from storage_formats.writing.copying import ERASED, RowCopier
 
 _FILES_AT_ONCE = 8
-# NumPy type of a SHA-256 in hexadecimal
-_HASH = "S64"
 
 
 @dataclass(frozen=True)
@@ -392,7 +389,7 @@ def copying(
         sum(len(row_ids) for _, row_ids in rows_of_shards.values()),
         plan,
         lambda shard: CopyTask(shard, *rows_of_shards[shard], plan),
-        lambda: _copy_shard,
+        lambda: CopyTask.run,
     )
 
 
@@ -410,9 +407,9 @@ class CopyTask:
     row_ids: Ints
     plan: str
 
-
-def _copy_shard(task: CopyTask, _: object, should_stop: ShouldStop) -> ShardReceipt:
-    return task.copier.copy(task.shard, task.row_ids, task.plan, should_stop)
+    def run(self, _: object, should_stop: ShouldStop) -> ShardReceipt:
+        """Copy the rows. Return the receipt of the shard."""
+        return self.copier.copy(self.shard, self.row_ids, self.plan, should_stop)
 
 
 @name_missing_extra("search")
@@ -587,28 +584,22 @@ def merge_indexes(
     on_event(StatusMessage("looking for duplicates"))
     parts = list[tuple[CommittedIndex, Ints]]()
     inputs = list[Json]()
-    # Content hashes of the indexed rows of all indexes before the index `each`, sorted.
-    # The last item is larger than any hash, so that every hash has a position.
-    earlier_hashes: NDArray[np.bytes_] = np.array([b"\xff"], _HASH)
+    # content hashes of the indexed rows of all indexes before the index `each`
+    earlier = pa.chunked_array([], pa.string())
     for each in opened:
-        kept = [np.empty(0, np.int64)]
-        contents = [earlier_hashes]
-        for table in iter_rows(each, ["row_id", "content_hash", "status"]):
-            digits = table["content_hash"].fill_null("").to_pylist()
-            hashes = np.array(digits, _HASH)
-            at_or_after = earlier_hashes[np.searchsorted(earlier_hashes, hashes)]
-            is_known = (hashes == at_or_after) & (hashes != b"")
-            kept.append(table["row_id"].to_numpy()[~is_known])
-            contents.append(hashes[table["status"].to_numpy() == INDEXED])
-        earlier_hashes = np.unique(np.concatenate(contents))
-        row_ids = np.concatenate(kept)
-        live = each.spec.used_rows - each.manifest.snapshot.deleted_rows
+        table = read_index_rows(
+            each, live_rows(each), ["row_id", "content_hash", "status"]
+        )
+        is_known = pc.is_in(table["content_hash"], earlier, skip_nulls=True)
+        row_ids = table.filter(pc.invert(is_known))["row_id"].to_numpy()
+        hashes = table.filter(pc.field("status") == INDEXED)["content_hash"]
+        earlier = pa.chunked_array([*earlier.chunks, *hashes.chunks], pa.string())
         parts.append((each, row_ids))
         inputs.append(
             {
                 "name": each.root.name,
                 "rows": len(row_ids),
-                "duplicates": live - len(row_ids),
+                "duplicates": len(table) - len(row_ids),
             }
         )
     details = {"inputs": inputs}

@@ -578,7 +578,7 @@ def choose_workers(
                 " adapter",
                 parameter="model",
             )
-    if engine != "inline" and address is not None:
+    if address is not None:
         return execution
     max_workers = usable_cpus() // settings.threads
     if settings.is_cuda:

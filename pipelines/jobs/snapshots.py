@@ -357,10 +357,10 @@ def set_columns(
     with begin(index, "edit") as change:
         opened = change.index
         ids = check_row_ids(row_ids, opened.spec.rows)
-        stored = [each.name for each in opened.manifest.columns]
-        added = () if similar_names else columns.keys() - {*CAPTION_COLUMNS, *stored}
+        types = {column.name: column.type for column in opened.manifest.columns}
+        added = () if similar_names else columns.keys() - {*CAPTION_COLUMNS, *types}
         for name in added:
-            hint = did_you_mean(name, stored) or did_you_mean(name, CAPTION_COLUMNS)
+            hint = did_you_mean(name, types) or did_you_mean(name, CAPTION_COLUMNS)
             if hint:
                 raise UsageError(
                     f"the index has no column {name}{hint}",
@@ -368,8 +368,8 @@ def set_columns(
                     remedy="new-column",
                 )
         unset = as_list(unset, "unset", "names")
-        if unknown := sorted({*unset} - {*stored}):
-            hint = did_you_mean(unknown[0], stored)
+        if unknown := sorted({*unset} - {*types}):
+            hint = did_you_mean(unknown[0], types)
             raise UsageError(
                 f"the index has no column {unknown[0]}{hint}", parameter="unset"
             )
@@ -397,7 +397,6 @@ def set_columns(
         lines, after = edited_values(
             opened, [values], opened.manifest.columns, unset=unset
         )
-        types = {column.name: column.type for column in opened.manifest.columns}
         for column in after:
             is_set = column.name in columns
             if is_set and types.get(column.name, column.type) != column.type:

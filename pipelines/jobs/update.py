@@ -19,7 +19,7 @@ import tempfile
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -45,7 +45,6 @@ from pipelines.jobs.changing import (
     Applied,
     Edit,
     FailedInputsError,
-    ShardWork,
     apply,
     begin,
 )
@@ -186,11 +185,9 @@ def append_index(
         groups = recorded_sources(change.index.manifest)
         if groups is not None and (plan is not None or not _cover(groups, group)):
             groups = tuple(dict.fromkeys((*groups, group)))
-        work = None
-        if plan is not None:
-            work = encoding(change, plan, execution, on_event)
-        edit = _new_rows(change, plan, work, groups, (), model)
-        applied = apply(change, edit, on_event, should_stop)
+        applied = _apply(
+            change, plan, execution, on_event, should_stop, groups, (), model
+        )
     return result_of(applied, plan, duplicates, started)
 
 
@@ -319,7 +316,6 @@ def update_index(
                     parameter="max_vanished",
                 )
 
-        work = None
         if changes.rows and not dry_run:
             settings, info, execution = _encoder(
                 change.index, group or SourceGroup(()), model, execution
@@ -332,7 +328,6 @@ def update_index(
                 settings,
                 info,
             )
-            work = encoding(change, plan, execution, on_event, check_lost)
         elif change.plan is not None:
             change.start_again()
         columns = manifest.columns if plan is None else plan.columns
@@ -353,13 +348,16 @@ def update_index(
         lines = pa.concat_tables([lines, pa.Table.from_pylist(others, VALUE_SCHEMA)])
         # If the update only tries failed inputs again, and all fail again, nothing is
         # committed.
-        edit = _new_rows(
+        applied = _apply(
             change,
             plan,
-            work,
+            execution,
+            on_event,
+            should_stop,
             groups,
             changes.deleted,
             model,
+            check_lost,
             values=lines,
             columns=columns,
             removed=frozenset[bytes]() if restore else None,
@@ -369,7 +367,6 @@ def update_index(
             and not changes.changed
             and 0 < changes.retried == changes.rows == len(changes.deleted),
         )
-        applied = apply(change, edit, on_event, should_stop)
         failed = Counter(changes.kept)
         unchanged = failed.pop("", 0)
         if plan is not None and applied.manifest is manifest:
@@ -530,9 +527,9 @@ def add_images(
         for table in iter_rows(change.index, ["row_id", "uri"]):
             deleted += table.filter(pc.is_in(table["uri"], names)).to_pylist()
         row_ids = [row["row_id"] for row in deleted]
-        work = encoding(change, plan, execution, on_event, check_all)
-        edit = _new_rows(change, plan, work, None, row_ids, model)
-        applied = apply(change, edit, on_event, never)
+        applied = _apply(
+            change, plan, execution, on_event, never, None, row_ids, model, check_all
+        )
     changed = len({row["uri"] for row in deleted})
     return replace(
         result_of(applied, plan, 0, started),
@@ -653,47 +650,46 @@ def _plan_rows(
     return plan
 
 
-def _new_rows(
+def _apply(
     change: Change,
     plan: Plan | None,
-    work: ShardWork | None,
+    execution: Execution,
+    on_event: OnEvent,
+    should_stop: ShouldStop,
     groups: tuple[SourceGroup, ...] | None,
     deleted: Sequence[int],
     model: IndexLocation | None,
+    check_all: Callable[[Sequence[ShardReceipt]], None] | None = None,
     **changes: Any,
-) -> Edit:
-    """Return the edit that adds rows to an index and deletes rows.
+) -> Applied:
+    """Add rows to an index and delete rows, see `apply`.
 
     Args:
-        plan: plan of the new rows, which `work` encodes; None adds no rows.
+        plan: plan of the new rows; None adds no rows.
+        execution, check_all: see `encoding`.
         groups: sources of all rows after the change; None if they are unknown.
         deleted: ids of the rows to delete.
         model: directory of the bundle that the index names after the change; None keeps
             the name.
-        changes: further attributes of the edit.
+        changes: further attributes of the `Edit`.
     """
     manifest = change.index.manifest
+    spec = manifest.spec
     details: Json = {}
     if plan is not None:
+        spec = plan.spec
         details = {"first_row": plan.first_row, "rows": plan.rows}
-        changes = {"columns": plan.columns, **changes}
+        work = encoding(change, plan, execution, on_event, check_all)
+        changes = {"columns": plan.columns, "work": work, **changes}
     if len(deleted):
         details["deleted"] = len(deleted)
-    settings = None
     if plan is not None or groups != recorded_sources(manifest):
-        settings = with_sources(manifest, groups)
-    named = None
+        changes["settings"] = with_sources(manifest, groups)
     if model is not None:
-        named = model_record(matching_bundle(change.index, local_path(model)))
-    return Edit(
-        manifest.spec if plan is None else plan.spec,
-        details,
-        work,
-        deleted,
-        settings=settings,
-        model=named,
-        **changes,
-    )
+        bundle = matching_bundle(change.index, local_path(model))
+        changes["model"] = model_record(bundle)
+    edit = Edit(spec, details, deleted=deleted, **changes)
+    return apply(change, edit, on_event, should_stop)
 
 
 _COLUMNS = (

@@ -13,6 +13,7 @@ from pipelines.jobs.quantize import add_ann
 from storage_formats import (
     IncompleteIndexError,
     IndexSpec,
+    IndexWriter,
     Manifest,
     TokenStore,
     UsageError,
@@ -199,6 +200,15 @@ def test_source_columns_are_united(tmp_path):
     assert [row["weight"] for row in rows] == [None] * 6 + [3] * 6
     assert rows[0]["captions"] == ROWS[0]["captions"]
     assert problems_and_counts(tmp_path / "merged") == []
+
+
+def test_rows_without_a_content_hash_are_no_duplicates(tmp_path):
+    parts = [tmp_path / "left", tmp_path / "right"]
+    for part in parts:
+        with IndexWriter.create(part, block_shape=(2, 4), embed_dim=3) as writer:
+            writer.append(np.ones((5, 2, 4), "f4"), np.ones((5, 3), "f4"))
+    result = merge_indexes(parts, tmp_path / "merged")
+    assert (result.rows, result.duplicates) == (10, 0)
 
 
 SPEC = IndexSpec(300, 64, (1, 2), 16)
