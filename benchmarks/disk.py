@@ -34,13 +34,10 @@ def evict(files: Iterable[Path]) -> dict[str, str]:
     paths = list(files)
     for _ in range(_ATTEMPTS):
         for path in paths:
-            fd = os.open(path, os.O_RDONLY)
-            try:
+            with path.open("rb") as file:
                 # Pages with unwritten changes cannot be dropped, so write them first.
-                os.fsync(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
+                os.fsync(file)
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if (left := resident(paths)) <= _COLD:
             return {}
         # Pages that are being written to the disk cannot be dropped. Wait until the
@@ -68,8 +65,7 @@ def resident(files: Iterable[Path]) -> float:
             continue
         flags = np.zeros(-(-size // mmap.PAGESIZE), dtype=np.uint8)
         mapped = np.memmap(path, dtype=np.uint8, mode="r")
-        addresses = (ctypes.c_void_p(each.ctypes.data) for each in (mapped, flags))
-        start, result = addresses
+        start, result = (ctypes.c_void_p(each.ctypes.data) for each in (mapped, flags))
         if _LIBC.mincore(start, ctypes.c_size_t(size), result):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         cached += int((flags & 1).sum())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from edje_index.captions.reading import CaptionedImage
+from edje_index.captions.reading import read_captions
 from edje_index.images.decode import content_hash, decode_rgb
 from edje_index.models.filesystem import new_folder
 
@@ -20,18 +19,27 @@ _ASPECT = (3 / 4, 4 / 3)
 
 
 def write_crops(
-    items: Sequence[CaptionedImage], out: Path, count: int, size: int
+    captions: Path,
+    *,
+    images: Path | None = None,
+    count: int = 4,
+    size: int = 224,
+    out: Path,
 ) -> None:
-    """Write `count` random crops of each photo in `items`, `size` x `size` pixels, to
-    the new directory `out`.
+    """Write random crops of the photos of CAPTIONS. OUT/list.jsonl lists the photos and
+    the crops with their captions, as a source of 'edje-index build'.
 
-    The file ``list.jsonl`` in this directory lists the photos and their crops with
-    their captions, as a source of `edje-index build`. A photo and its crops have the
-    same `image_id`.
+    A photo and its crops have the same `image_id`.
+
+    Args:
+        images: base directory of relative image paths.
+        count: crops per photo.
+        size: width and height of a crop, in pixels.
+        out: new directory.
     """
     lines = []
     with new_folder(out) as folder:
-        for number, item in enumerate(items):
+        for number, item in enumerate(read_captions(captions, images)):
             data = Path(item.path).read_bytes()
             photo = decode_rgb(data)
             # The random numbers depend on the content of the file instead of its path,

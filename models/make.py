@@ -132,27 +132,6 @@ def embedding(
 
 
 @command()
-def crops(
-    captions: Path,
-    *,
-    images: Path | None = None,
-    count: int = 4,
-    size: int = 224,
-    out: Path,
-) -> None:
-    """Write random crops of the photos of CAPTIONS. OUT/list.jsonl lists the photos and
-    the crops with their captions, as a source of 'edje-index build'.
-
-    Args:
-        images: base directory of relative image paths.
-        count: crops per photo.
-        size: width and height of a crop, in pixels.
-        out: new directory.
-    """
-    write_crops(read_captions(captions, images), out, count, size)
-
-
-@command()
 def pack(bundle: Path, out: Path, *, towers: Path) -> None:
     """Compress BUNDLE into the new directory OUT.
 
@@ -230,4 +209,5 @@ def _pack_tensor(tensor: Array, base: Array | None) -> tuple[str, dict[str, Arra
 
 
 if __name__ == "__main__":
+    crops = command(name="crops")(write_crops)
     click.Group(commands=[towers, embedding, crops, pack])()

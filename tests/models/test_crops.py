@@ -5,7 +5,6 @@ import json
 import numpy as np
 from PIL import Image
 
-from edje_index.captions.reading import CaptionedImage
 from models.crops import write_crops
 
 
@@ -21,8 +20,10 @@ def test_crops_have_the_captions_of_their_photo_and_do_not_depend_on_its_path(tm
     paths = [tmp_path / name for name in ("a.png", "b.png")]
     for path in paths:
         gradient(40, 30).save(path)
-    items = [CaptionedImage(str(path), ("a dog",), None) for path in paths]
-    write_crops(items, tmp_path / "out", 2, 24)
+    captions = tmp_path / "captions.jsonl"
+    items = [{"path": str(path), "captions": ["a dog"]} for path in paths]
+    captions.write_text("\n".join(map(json.dumps, items)))
+    write_crops(captions, count=2, size=24, out=tmp_path / "out")
     lines = [
         json.loads(line)
         for line in (tmp_path / "out" / "list.jsonl").read_text().splitlines()
