@@ -32,11 +32,13 @@ from storage_formats.format.layout import (
 )
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.tombstones import RowIds, check_row_ids, check_rows_in_use
-from storage_formats.reading.batch import PIECE_RECORDS, Batch
+from storage_formats.reading.batch import Batch
 from storage_formats.reading.files import ShardFiles, iter_ranges
 
 # A read counts as small if it needs less than 1 / `_SPARSE` of the rows of a file.
 _SPARSE = 16
+# number of embeddings that are read at once, with memory for gaps between them
+_PIECE_ROWS = 4096
 # If the embeddings of an index exceed this size in bytes, small reads skip the check of
 # the whole file, because the check would take much longer than the read.
 _COMPARED_BYTES = 1 << 30
@@ -146,7 +148,7 @@ def _read_rows(
     distinct, inverse = np.unique(row_ids, return_inverse=True)
     batch = Batch(*np.divmod(distinct, spec.shard_size), distinct)
     embeddings = np.empty((len(distinct), spec.embed_dim), dtype="<f4")
-    for piece in batch.pieces(PIECE_RECORDS):
+    for piece in batch.pieces(_PIECE_ROWS):
         part = batch[piece]
         ranges, sources, buffer = part.ranges(size, gap=PAGE_BYTES // size)
         indices = (sources - buffer.ctypes.data) // size

@@ -4,7 +4,6 @@ a file is in the page cache.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import functools
@@ -122,19 +121,6 @@ class ShardFile:
         states = [page_is_cached(address + page * mmap.PAGESIZE) for page in sample]
         return None if None in states else states.count(True) / len(sample)
 
-    def read_cached(self, offset: int, target: memoryview) -> bool:
-        """Fill `target` with the bytes from `offset` on if the page cache holds all of
-        them. Return True if `target` was filled.
-        """
-        # The read fails if the bytes are not in the page cache or if the file system
-        # does not support the flag. The caller then calls `read_fully`, which reports
-        # any other error.
-        with contextlib.suppress(OSError):
-            return bool(_NOWAIT) and (
-                os.preadv(self.fd, [target], offset, _NOWAIT) == len(target)
-            )
-        return False
-
     def read_fully(self, offset: int, target: memoryview) -> None:
         """Fill `target` with the bytes from `offset` on, with reads that wait for the
         disk.
@@ -182,9 +168,7 @@ def iter_ranges(
     Args:
         requests: (file, byte offset, target) of each range.
     """
-    missing = [
-        not file.read_cached(offset, target) for file, offset, target in requests
-    ]
+    missing = [not each for each in _read_cached(requests)]
     # the advice starts all reads, before the loop below waits for the first part
     for file, offset, target in itertools.compress(requests, missing):
         advise(file.fd, offset, len(target))
@@ -198,6 +182,23 @@ def iter_ranges(
             min(_THREADS, len(waiting)),
         )
         yield part
+
+
+def _read_cached(
+    requests: Sequence[tuple[ShardFile, int, memoryview]],
+) -> Iterator[bool]:
+    """Read those ranges that the page cache holds as a whole. Yield, for each of
+    `requests`, whether its target was filled.
+    """
+    for file, offset, target in requests:
+        try:
+            yield bool(_NOWAIT) and (
+                os.preadv(file.fd, [target], offset, _NOWAIT) == len(target)
+            )
+        except OSError:
+            # The bytes are not in the page cache, or the file system does not support
+            # the flag. Other errors occur again in `read_fully`.
+            yield False
 
 
 _caches: weakref.WeakSet[ShardFiles] = weakref.WeakSet()
@@ -303,7 +304,7 @@ class ShardFiles:
                 fd = open_inside(self._root, path)
             if self.is_direct and self.sector == 1:
                 self.sector = sector_bytes(path)
-            # Without this advice, the kernel would read ahead: `read_cached` would
+            # Without this advice, the kernel would read ahead: `_read_cached` would
             # start reads of many more pages than it asks for.
             advise(fd, advice="RANDOM")
             return ShardFile(fd, os.fstat(fd).st_size, path)
