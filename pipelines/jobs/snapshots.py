@@ -185,8 +185,8 @@ class SnapshotEntry:
 
     Attributes:
         kind: kind of the change that made the snapshot, for example "build", "append"
-            or "delete".
-        created: time of the commit in UTC, in ISO 8601; None for a build.
+            or "delete". "import" is the first snapshot of an index of arrays.
+        created: time of the commit in UTC, in ISO 8601; None for a build or an import.
         rows: number of rows, without deleted rows.
         deleted: number of deleted rows.
         precisions: stored precisions.
@@ -207,7 +207,8 @@ class SnapshotEntry:
         """Return the entry of the snapshot with `manifest`."""
         snapshot = manifest.snapshot
         change = dict(snapshot.change)
-        kind = str(change.pop("kind", "build"))
+        first = "build" if manifest.settings else "import"
+        kind = str(change.pop("kind", first))
         created = change.pop("created", None)
         rows = manifest.counts.inputs - snapshot.deleted_rows
         return cls(

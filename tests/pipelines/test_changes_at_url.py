@@ -184,7 +184,7 @@ def test_a_replacement_that_is_cut_keeps_nothing_of_the_replaced_index(
     # without an index, the replacement has begun
     with contextlib.suppress(UsageError, IncompleteIndexError):
         kinds = [entry.kind for entry in history(URL)]
-        assert kinds in (["build", "edit"], ["delete"])
+        assert kinds in (["import", "edit"], ["delete"])
     copy_index(other, URL, replace=True)
     assert [entry.kind for entry in history(URL)] == ["delete"]
     assert verify_index(URL) == []

@@ -112,7 +112,7 @@ def test_a_new_column_is_read_filtered_and_undone(index, values, type_, where):
     assert problems_and_counts(index) == []
     for path, data in before.items():
         assert path.name == "index.json" or (index / path).read_bytes() == data, path
-    assert [entry.kind for entry in history(index)] == ["build", "edit"]
+    assert [entry.kind for entry in history(index)] == ["import", "edit"]
     roll_back(index, 0)
     assert Manifest.load(index).columns == ()
     assert problems_and_counts(index) == []

@@ -70,7 +70,7 @@ def test_an_index_returns_unchanged_and_only_changes_are_copied(index, folder):
     assert copy_index(index, URL).copied_files == 2
     check_equal(index, URL)
     assert len(TokenStore.open(URL, snapshot=0).fetch([3])) == 1
-    assert [entry.kind for entry in history(URL)] == ["build", "delete"]
+    assert [entry.kind for entry in history(URL)] == ["import", "delete"]
     copy_index(URL, f"{URL}-2")
     check_equal(index, f"{URL}-2")
 
