@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from edje_index.indexing.faiss_index import (
     CANDIDATES_PER_NEIGHBOUR,
     PIECE_BYTES,
+    RECALL_NEIGHBOURS,
     AnnKind,
     FaissIndex,
     Vectors,
@@ -42,7 +43,6 @@ from storage_formats.reading.embeddings import IndexedEmbeddings
 
 TARGET_RECALL = 0.95
 _RECALL_QUERIES = 200
-_RECALL_NEIGHBOURS = 100
 _LEAST_PROBES = 4
 _DEFAULT_PROBES = 32
 # number of possible codes of a sub-vector, which has 4 bits
@@ -290,7 +290,7 @@ def _measure(
             [index],
             embeddings,
             queries,
-            _RECALL_NEIGHBOURS + 1,
+            RECALL_NEIGHBOURS + 1,
             probes=probes,
             live=None,
             candidates=levels[0],
@@ -318,7 +318,7 @@ def _measure(
             probes = min(_LEAST_PROBES, lists)
             before = 0.0
     measured = {
-        "k": _RECALL_NEIGHBOURS,
+        "k": RECALL_NEIGHBOURS,
         "queries": len(row_ids),
         "value": round(recall, 4),
         "target": target,
@@ -353,7 +353,7 @@ def recall_queries(
     is_indexed = ~holes(queries)
     row_ids = row_ids[is_indexed]
     queries = queries[is_indexed]
-    count = _RECALL_NEIGHBOURS + 1
+    count = RECALL_NEIGHBOURS + 1
     # if there are fewer than 101 rows, the lowest similarities stay -inf
     best = np.full((len(queries), count), -np.inf, np.float32)
     for done, (_, vectors) in enumerate(embeddings, 1):

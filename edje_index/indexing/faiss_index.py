@@ -30,6 +30,8 @@ from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.reading.embeddings import IndexedEmbeddings
 
+RECALL_NEIGHBOURS = 100
+"""Number of neighbours with which a build measures the recall."""
 CANDIDATES_PER_NEIGHBOUR = (2, 8, 32)
 """Numbers of candidates per requested row. A build chooses one of them. If FAISS
 stores codes, a search takes this many candidates, and then compares their stored
@@ -268,10 +270,10 @@ class AnnIndex:
                     flat.add_with_ids(embeddings[has_vector], rows[has_vector])
             self._parts.append(flat)
         self.live: NDArray[np.uint8] | None = None
+        self._is_live = np.ones(spec.rows, dtype=np.bool_)
         if len(index.deleted):
-            is_live = np.ones(spec.rows, dtype=np.bool_)
-            is_live[index.deleted.row_ids] = False
-            self.live = np.packbits(is_live, bitorder="little")
+            self._is_live[index.deleted.row_ids] = False
+            self.live = np.packbits(self._is_live, bitorder="little")
         probes = manifest.ann.get("probes")
         self._probes = None if probes is None else max(1, int(probes))
         candidates = manifest.ann.get("candidates", CANDIDATES_PER_NEIGHBOUR[0])
@@ -305,9 +307,9 @@ class AnnIndex:
         """Return at most `k` nearest rows for each query, best first.
 
         Args:
-            passing: which rows to search, bool [rows]. Deleted rows must be False. The
-                result has `k` rows if at least `k` rows with embeddings pass. None
-                searches all rows that are not deleted.
+            passing: which rows to search, bool [rows]. Deleted rows must be False. None
+                searches all rows that are not deleted. The result has `k` rows if at
+                least `k` of these rows have embeddings.
 
         Raises:
             ModelError: the queries and the embeddings of the index differ in width.
@@ -338,8 +340,15 @@ class AnnIndex:
                     (rows[order], similarities[order])
                     for order, similarities in zip(orders, scores, strict=True)
                 ]
-            probes = self._filtered_probes(queries, passing, scanned)
+            # If an unfiltered search reads n rows, a filtered search reads lists with
+            # 2 n passing rows.
+            probes = self._probes_for(queries, passing, scanned, 2)
             live = np.packbits(passing, bitorder="little")
+        elif k > RECALL_NEIGHBOURS + 1 or live is not None:
+            # The recall was measured without deleted rows, and with this number of
+            # neighbours and the row itself.
+            factor = max(1.0, k / RECALL_NEIGHBOURS)
+            probes = self._probes_for(queries, self._is_live, k, factor)
         return nearest(
             self._parts,
             self._embeddings,
@@ -350,14 +359,12 @@ class AnnIndex:
             candidates=candidates,
         )
 
-    def _filtered_probes(
-        self, queries: Vectors, passing: NDArray[np.bool_], least: int
+    def _probes_for(
+        self, queries: Vectors, passing: NDArray[np.bool_], least: int, factor: float
     ) -> int | None:
-        """Return the number of inverted lists that a filtered search reads.
-
-        If an unfiltered search reads n rows, a filtered search reads lists until they
-        contain 2 n passing rows, and at least `least` passing rows. The query that
-        needs the most lists decides. None if no list contains a passing row.
+        """Return the number of inverted lists to read. If a search usually reads n
+        rows, the lists contain `factor` * n passing rows, and at least `least`. The
+        query that needs the most lists decides. None if no list contains a passing row.
         """
         # consecutive searches often have the same filter, so its counts are kept
         of_filter, counts = self._counted
@@ -372,7 +379,7 @@ class AnnIndex:
             with _threads_for(queries):
                 _, nearest_lists = part.quantizer.search(queries, len(in_lists))
             share = (self._probes or part.nprobe) / len(in_lists)
-            needed = max(least, 2 * share * part.ntotal)
+            needed = max(least, factor * share * part.ntotal)
             passed = np.cumsum(in_lists[nearest_lists], axis=1)
             # The number of lists after which a query still has too few passing rows,
             # plus one: the largest such number of all queries.

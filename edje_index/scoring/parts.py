@@ -382,16 +382,18 @@ class Scorer:
         A caption that occurs several times is encoded once.
         """
         assert self.pooled is not None
-        distinct, position = np.unique(np.asarray(captions), return_inverse=True)
+        # An array of texts would take the memory of the longest for each.
+        distinct = sorted(set(captions))
+        positions = {caption: number for number, caption in enumerate(distinct)}
         tokenizer = self.joint.tokenizer
         vectors = []
         for start in range(0, len(distinct), self.joint.batch):
-            batch = distinct[start : start + self.joint.batch].tolist()
+            batch = distinct[start : start + self.joint.batch]
             sentences = self.joint.sentence_vectors(tokenizer.inputs(batch, 0))
             vectors.append(
                 self.pooled.captions(tokenizer.caption_ids(batch), sentences)
             )
-        of_captions = torch.cat(vectors)[torch.from_numpy(position)]
+        of_captions = torch.cat(vectors)[[positions[each] for each in captions]]
         return (images.pooled.to(of_captions.device) * of_captions).sum(dim=1)
 
 

@@ -355,7 +355,7 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
         return self.negation(
             negated,
             lambda table: _any_text(
-                lambda array: pc.match_like(array, pattern), table[column.name]
+                lambda array: _matches(array, pattern), table[column.name]
             ),
         )
 
@@ -383,6 +383,16 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
             raise _error(
                 f"the filter has more than {MAX_PARTS} conditions; shorten the filter"
             )
+
+
+def _matches(array: Any, pattern: str) -> Any:
+    """Return which texts of `array` match the pattern of a `like` as a whole."""
+    if "\\" not in pattern:
+        return pc.match_like(array, pattern)
+    # PyArrow would take a backslash for an escape.
+    wildcards = {"%": ".*", "_": "."}
+    parts = [wildcards.get(each, f"\\x{{{ord(each):x}}}") for each in pattern]
+    return pc.match_substring_regex(array, f"(?s)^{''.join(parts)}$")
 
 
 def _any_text(condition: Callable[[Any], Any], values: Any) -> Any:

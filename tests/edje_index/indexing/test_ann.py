@@ -10,6 +10,7 @@ import pytest
 from edje_index.indexing import faiss_index
 from edje_index.indexing.faiss_build import AnnRequest, build_ann, recall_queries
 from edje_index.indexing.faiss_index import AnnIndex, AnnKind, rebuild_reasons
+from pipelines import delete_rows
 from pipelines.jobs.quantize import add_ann
 from storage_formats import Manifest, UsageError
 from storage_formats.format.layout import IndexSpec, Segment
@@ -113,6 +114,19 @@ def test_the_stored_recall_is_that_of_a_search(root):
         )
     ]
     assert recall["value"] == pytest.approx(np.mean(shares), abs=1e-4)
+
+
+@pytest.mark.parametrize("factory", ["IVF40,Flat", "IVF40,PQ8x4fs"])
+def test_a_search_finds_as_many_rows_as_there_are(root, factory):
+    assert add_ann(root, AnnRequest(factory, recall=0.1)).ann["probes"] == 4
+    query = read_embeddings(CommittedIndex.open(root), [0])[0]
+    index = AnnIndex(CommittedIndex.open(root))
+    for k in (300, 598, 1000):
+        assert len(index.nearest(query, k)[0]) == min(k, 598)
+    delete_rows(root, rows=range(550))
+    rows, _ = AnnIndex(CommittedIndex.open(root)).nearest(query, 40)
+    assert len(rows) == 40
+    assert (rows >= 550).all()
 
 
 def test_rows_with_equal_embeddings_cost_no_recall(tmp_path):

@@ -32,7 +32,7 @@ SCHEMA = pa.schema(
 )
 WORDS = st.one_of(
     st.sampled_from(["cc0", "by", "", "a dog", "a\ncat", "it's", "é", "%"]),
-    st.text("ab_%", max_size=3),
+    st.text("ab_%\\", max_size=3),
 )
 SMALL = st.integers(-3, 3)
 FLOATS = st.sampled_from([-1.5, -1.0, 0.0, 0.5, 1.0, 2.0, 1e300])
@@ -169,6 +169,13 @@ def test_expressions_mean_what_they_mean_in_sql(rows, pair):
     assert passes(table.select(columns) if columns else table).tolist() == expected
     pieces = pa.concat_tables([table.slice(0, 2), table.slice(2)])
     assert passes(pieces.slice(1)).tolist() == expected[1:]
+
+
+def test_a_backslash_in_a_pattern_is_no_escape():
+    texts = [r"C:\photos\a.jpg", r"C:\photos", None]
+    table = pa.table({"uri": texts})
+    _, passes = parse_where(r"uri like 'C:\photos\%.jpg'", table.schema)
+    assert passes(table).tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize(
