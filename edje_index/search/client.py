@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import operator
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Self
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 # environment variables that httpx reads
 _VARIABLE = re.compile("(ALL|HTTPS?|NO)_PROXY|SSL_CERT_(DIR|FILE)", re.IGNORECASE)
+_JPEG = b"\xff\xd8\xff"
+_Answer = TypeVar("_Answer")
 Document = int | str | bytes
 """A document to re-rank: a row id, the uri of a row, or the bytes of an image file."""
 
@@ -136,7 +140,7 @@ class Client:
         """Return a description of the service as a JSON object: its index, precisions,
         scores and request limits.
         """
-        return dict(self._json("GET", "/info"))
+        return self._json("GET", "/info", read=dict)
 
     def search(
         self,
@@ -173,9 +177,8 @@ class Client:
             "precision": precision,
             "columns": columns,
         }
-        answer = self._json("POST", "/search", {**by, "k": k, "pool": pool, **options})
-        names = [field.name for field in fields(Hit)]
-        return [Hit(**{name: hit[name] for name in names}) for hit in answer["hits"]]
+        body = {**by, "k": k, "pool": pool, **options}
+        return self._json("POST", "/search", body, partial(_hits, Hit))
 
     def search_texts(
         self,
@@ -207,9 +210,7 @@ class Client:
             "pool": pool,
             "precision": precision,
         }
-        return [
-            TextHit(**hit) for hit in self._json("POST", "/search/texts", body)["hits"]
-        ]
+        return self._json("POST", "/search/texts", body, partial(_hits, TextHit))
 
     def rerank(
         self, query: str, documents: Sequence[Document], top_n: int | None = None
@@ -226,12 +227,11 @@ class Client:
             _sent(document, "uri" if isinstance(document, str) else "row_id")
             for document in as_list(documents, "documents", "row ids, uris and images")
         ]
-        answer = self._json(
-            "POST", "/v2/rerank", {"query": query, "documents": sent, "top_n": top_n}
+        body = {"query": query, "documents": sent, "top_n": top_n}
+        pair = operator.itemgetter("index", "relevance_score")
+        return self._json(
+            "POST", "/v2/rerank", body, lambda answer: [*map(pair, answer["results"])]
         )
-        return [
-            (result["index"], result["relevance_score"]) for result in answer["results"]
-        ]
 
     def embed(self, inputs: Sequence[str] | Sequence[bytes]) -> Floats:
         """Return the embeddings of texts or images, float32 [n, embed_dim].
@@ -241,18 +241,48 @@ class Client:
         """
         values = as_list(inputs, "inputs", "texts or images")
         sent = [_sent(value) if isinstance(value, bytes) else value for value in values]
-        return np.array(
-            self._json("POST", "/embed", {"inputs": sent}), dtype=np.float32
+        return self._json(
+            "POST",
+            "/embed",
+            {"inputs": sent},
+            lambda rows: np.array([*rows], dtype=np.float32),
         )
 
     def thumbnail(self, row_id: int) -> bytes:
         """Return a thumbnail of the image of row `row_id`, as the bytes of a JPEG
         file.
         """
-        return self._send("GET", f"/thumbnails/{as_count(row_id, 'row_id', least=0)}")
+        path = f"/thumbnails/{as_count(row_id, 'row_id', least=0)}"
+        data = self._send("GET", path)
+        with self._reading():
+            if not data.startswith(_JPEG):
+                raise ValueError("the answer is no JPEG file")
+        return data
 
-    def _json(self, method: str, path: str, body: Any = None) -> Any:
-        return json.loads(self._send(method, path, body))
+    def _json(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        read: Callable[[Any], _Answer] = lambda answer: answer,
+    ) -> _Answer:
+        """Send a request, and return what `read` makes of the JSON of the answer."""
+        data = self._send(method, path, body)
+        with self._reading():
+            return read(json.loads(data))
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Context manager that reads an answer, which another server than the service
+        may have sent, for example a proxy.
+        """
+        try:
+            yield
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            raise ServiceError(
+                f"{self.url} does not answer like 'edje-index serve' ({error!r:.200});"
+                " check the address"
+            ) from error
 
     def _send(self, method: str, path: str, body: Any = None) -> bytes:
         import httpx
@@ -307,6 +337,14 @@ def _variables(has_tls: bool = True) -> str:
     names = ", ".join(name for name in variables if has_tls or "SSL" not in name)
     hint = f"; connections follow the environment variables {names}: correct or unset"
     return f"{hint} them" if names else ""
+
+
+def _hits(kind: type[_Answer], answer: Any) -> list[_Answer]:
+    """Return the hits of an answer as objects of a dataclass. A later version of the
+    service may send further members.
+    """
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    return [kind(**{name: hit[name] for name in names}) for hit in answer["hits"]]
 
 
 def _sent(value: Any, name: str = "") -> Json:

@@ -20,6 +20,7 @@ import click
 
 from pipelines.progress.events import INTERRUPTED, JobStopped
 from pipelines.progress.wording import describe, printable
+from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import EdjeError
 
 _Result = TypeVar("_Result")
@@ -144,6 +145,16 @@ def print_result(result: Any, lines: Iterable[str] = ()) -> None:
 def note(message: str) -> None:
     """Print `message` on standard error, with control characters escaped."""
     click.echo(printable(message), err=True)
+
+
+def write_output(path: Path, data: bytes) -> None:
+    """Write a file that the user has named. Follow a symbolic link. Write to a device
+    or a pipe itself, which must not be replaced by a file.
+    """
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+    else:
+        write_bytes_atomic(path.resolve(), data)
 
 
 def this_command() -> str:

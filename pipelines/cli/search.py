@@ -12,7 +12,13 @@ import click
 
 from edje_index.scoring.weights import BUNDLE_SCORE, PART_NAMES, WEAK_RELEVANCE
 from pipelines.cli.command import Job, command
-from pipelines.cli.output import note, print_json, print_line, wants_json
+from pipelines.cli.output import (
+    note,
+    print_json,
+    print_line,
+    wants_json,
+    write_output,
+)
 from pipelines.collector import paused_collector
 from pipelines.progress.events import JobStopped
 from storage_formats.arguments import as_number
@@ -219,7 +225,6 @@ def search(
         _write_table(csv, printed)
     if html is not None:
         from pipelines.pages import search_page
-        from storage_formats.atomic import write_bytes_atomic
 
         page = search_page(
             opened,
@@ -230,7 +235,7 @@ def search(
             min_relevance,
             is_filtered=where is not None,
         )
-        write_bytes_atomic(html, page.encode(errors="backslashreplace"))
+        write_output(html, page.encode(errors="backslashreplace"))
         note(f"page: {html}")
 
 
@@ -241,15 +246,17 @@ def _write_table(path: Path, answers: Sequence[tuple[str, Hits]]) -> None:
     import pyarrow as pa
 
     from edje_index.search.hits import table_bytes
-    from storage_formats.atomic import write_bytes_atomic
+    from storage_formats.format.source_columns import stored_name
 
     tables = []
     for query, hits in answers:
         table = hits.to_arrow()
+        names = [stored_name(name, ["query"]) for name in table.column_names]
+        table = table.rename_columns(names)
         queries = pa.array([query] * len(table), pa.string())
         tables.append(table.add_column(0, "query", queries))
     joined = pa.concat_tables(tables, promote_options="permissive")
-    write_bytes_atomic(path, table_bytes(joined, path.suffix))
+    write_output(path, table_bytes(joined, path.suffix))
     note(f"table: {path}")
 
 
@@ -323,11 +330,10 @@ def explain(job: Job, *, out: Path = Path("explain.html")) -> Iterator[str]:
     """
     from edje_index.evaluation.explain import is_whole_word
     from pipelines.pages import explain_page
-    from storage_formats.atomic import write_bytes_atomic
 
     explanation = job.run()
     page = explain_page(explanation)
-    write_bytes_atomic(out, page.encode(errors="backslashreplace"))
+    write_output(out, page.encode(errors="backslashreplace"))
     note(f"page: {out}")
     job.result = {**asdict(explanation), "page": out}
     for row in explanation.rows:

@@ -101,6 +101,12 @@ def serve(
             f"every machine that can reach {host} could search and see thumbnails: set"
             f" {_KEYS_VARIABLE}, or give --insecure"
         )
+    for name in hosts:
+        if not re.fullmatch(r"\*|(\*\.)?[^*/:\s]+|\[[0-9a-fA-F:.]+\]", name):
+            raise UsageError(
+                f"--allowed-host {name} is no host name: leave out the scheme and the"
+                " port, as in photos.example.org or *.example.org"
+            )
     # An empty list allows every name. It is the default if other machines can reach the
     # service, because it is not known by which names they address this machine.
     allowed = [] if not is_local and not hosts else [*_LOCAL_NAMES, host, *hosts]
@@ -152,7 +158,13 @@ def show(folder: Path, *, model: str | None = None) -> None:
     from pipelines.sources import open_sources
     from storage_formats.format.layout import Layout
 
-    root = folder.resolve().with_name(f"{folder.resolve().name}.edje")
+    path = folder.resolve()
+    if not path.name:
+        raise UsageError(
+            f"{folder} has no folder beside it for the index: give a folder in it, or"
+            " use 'build' with --out"
+        )
+    root = path.with_name(f"{path.name}.edje")
     is_built = Layout(root).manifest.exists()
     if not is_built:
         # Wrong paths are refused here, before the download of the model.

@@ -127,8 +127,12 @@ _TABLE_TYPES = {
 
 
 @router.get("/healthz")
-async def health() -> dict[str, str]:
-    """Return status 200 once the index is open."""
+async def health(state: State) -> dict[str, str]:
+    """Return status 200 once the index is open, and 503 if another index has replaced
+    it, so that the service must be started again.
+    """
+    if state.problem:
+        raise HTTPException(503, state.problem)
     return {"status": "ok"}
 
 
@@ -195,10 +199,10 @@ async def search(state: State, body: SearchRequest) -> Any:
     where = body.where
     weights = index.model.weights(TEXT_TO_IMAGE, body.score or "bundle")
     is_reranked = weights.parts != (EMBEDDING,)
-    # A thread for files evaluates the filter now, and the result is cached. The thread
-    # of the model therefore need not read rows.
+    # A thread of its own evaluates the filter now, and the result is cached. The thread
+    # of the model therefore need not read rows, and photos and other files do not wait.
     if where is not None:
-        await state.files.run(
+        await state.filters.run(
             index.rows.passing, where, time.monotonic() + state.limits.deadline_seconds
         )
     candidates = body.pool or max(body.k, index.default_pool)

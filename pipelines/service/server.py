@@ -48,10 +48,10 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise UsageError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another"
-            " host or port"
+            f"cannot listen on {host}:{port}: {reason}; choose another host or port"
         ) from error
     # Without TCP_NODELAY, the body of a response would wait 40 ms until the client has
     # acknowledged the headers. Connections inherit the option from this socket. asyncio
@@ -115,11 +115,14 @@ async def follow_changes(state: ServiceState) -> None:
     before = ""
     while True:
         await asyncio.sleep(_WATCH_SECONDS)
-        problem = ""
+        problem = lasting = ""
         try:
             state.index = await state.files.run(state.index.at_current_snapshot)
-        except (EdjeError, OSError, MemoryError) as error:
+        except Exception as error:
             problem = str(error) or type(error).__name__
+            # Any other problem may be temporary.
+            lasting = problem if isinstance(error, UsageError) else ""
+        state.problem = lasting
         if problem and problem != before:
             logger.warning(
                 "the service keeps using the earlier snapshot of %s: %s",

@@ -107,6 +107,7 @@ class ServiceState:
         metrics: metrics for Prometheus.
         batcher: queue of requests for the model.
         files: the threads that read files.
+        filters: the thread that evaluates filters, which may take seconds.
         image_requests: limiter for the number of requests whose images are decoded or
             encoded at the same time. The limit is two, so that the model is free for
             searches most of the time.
@@ -115,6 +116,7 @@ class ServiceState:
             that are read for requests that have been cancelled.
         decoding: the thread that decodes the images of requests, one after the other,
             because decoding an image takes up to 400 MB of memory.
+        problem: why the service cannot follow the index any more; empty if it can.
     """
 
     index: TokenIndex
@@ -123,11 +125,13 @@ class ServiceState:
     metrics: Metrics
     batcher: Batcher
     files: Threads = field(default_factory=lambda: Threads(4, "files"))
+    filters: Threads = field(default_factory=lambda: Threads(1, "filters"))
     image_requests: asyncio.Semaphore = field(
         default_factory=lambda: asyncio.Semaphore(2)
     )
     photos: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))
     decoding: Threads = field(default_factory=lambda: Threads(1, "decoding"))
+    problem: str = ""
 
     async def opened(self, precision: str | None) -> TokenIndex:
         """Return the index, opened with the tokens of `precision`. None means the

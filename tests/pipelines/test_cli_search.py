@@ -4,7 +4,9 @@ import contextlib
 import csv
 import io
 import json
+import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -84,6 +86,29 @@ def test_hits_as_a_table_for_spreadsheets(run, root, tmp_path):
     assert found == ["; ".join(captions)] * 3
     err = run.refused(*words, "a dog", "--csv", tmp_path / "hits.xlsx")
     assert "--csv writes no .xlsx" in err
+
+
+def test_a_table_replaces_no_link_and_no_pipe_and_no_column(run, root, tmp_path):
+    root = shutil.copytree(root, tmp_path / "index")
+    set_columns(root, range(12), {"query": ["asked"]})
+    link = tmp_path / "link.csv"
+    link.symlink_to(tmp_path / "real.csv")
+    words = ["search", root, "a dog", "-k", 1, "--columns", "query", "--csv"]
+    run.ok(*words, link)
+    assert link.is_symlink()
+    header, line = (tmp_path / "real.csv").read_text("utf-8-sig").splitlines()
+    assert (header.split(",")[0], header.split(",")[-1]) == (
+        '"query"',
+        '"source_query"',
+    )
+    assert line.startswith('"a dog"')
+    assert line.endswith('"asked"')
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as pool:
+        read = pool.submit(pipe.read_bytes)
+        run.ok(*words, pipe)
+        assert read.result(timeout=60) == (tmp_path / "real.csv").read_bytes()
 
 
 def test_weak_matches_are_marked_or_left_out(run, tmp_path):

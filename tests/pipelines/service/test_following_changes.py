@@ -1,14 +1,20 @@
 """A service follows the changes of its index without dropping a request."""
 
+import asyncio
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import httpx
 import pytest
+from starlette.exceptions import HTTPException
 
 from edje_index import Client, TokenIndex
 from pipelines import delete_rows, quantize_index
+from pipelines.service import routes, server
+from pipelines.service.state import Threads
+from storage_formats import UsageError
 from tests.pipelines.service.server import serve
 
 
@@ -37,6 +43,33 @@ def test_a_new_snapshot_takes_what_has_changed_and_nothing_else(changing):
     # a request that has begun keeps its state
     assert 3 in rows_of(begun)
     assert index.model is begun.model
+
+
+def test_a_replaced_index_is_unhealthy_and_other_problems_pass(monkeypatch):
+    monkeypatch.setattr(server, "_WATCH_SECONDS", 0)
+    problems = [RuntimeError("no thread"), OSError("a"), UsageError("b")]
+    seen = []
+
+    async def check():
+        state = SimpleNamespace(files=Threads(1, "files"), name="x", problem="")
+
+        def next_snapshot():
+            seen.append(state.problem)
+            if problems:
+                raise problems.pop(0)
+            return state.index
+
+        state.index = SimpleNamespace(at_current_snapshot=next_snapshot)
+        watch = asyncio.create_task(server.follow_changes(state))
+        while len(seen) < 5:
+            await asyncio.sleep(0.01)
+            assert not watch.done()
+        watch.cancel()
+
+    asyncio.run(check())
+    assert seen[:5] == ["", "", "", "b", ""]
+    with pytest.raises(HTTPException, match="503: b"):
+        asyncio.run(routes.health(SimpleNamespace(problem="b")))
 
 
 @pytest.mark.slow

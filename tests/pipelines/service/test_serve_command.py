@@ -173,6 +173,12 @@ def test_wrong_use_is_refused(index, tmp_path, run):
     for host in ("0.0.0.0", "::", "photos.example.org"):
         err = run.refused("serve", index, "--host", host, "--port", "0")
         assert "set EDJE_API_KEYS, or give --insecure" in err
+    for name in ("photos.*", "a.example:80", "https://a.example", "a b", ""):
+        err = run.refused("serve", index, "--port", "0", "--allowed-host", name)
+        assert "is no host name" in err
+    err = run.refused("serve", index, "--insecure", "--host", "a..b", "--port", "0")
+    assert "cannot listen on a..b:0" in err
+    assert "has no folder beside it" in run.refused("show", "/")
 
 
 @pytest.mark.slow

@@ -5,8 +5,10 @@ import csv
 import io
 import os
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import numpy as np
@@ -478,6 +480,38 @@ def test_the_client_reports_what_the_service_says(client, monkeypatch):
         nobody.info()
     assert unreachable.value.status is None
     assert "SSL_CERT" not in str(unreachable.value)
+
+
+@pytest.mark.parametrize(
+    "body", [b"<html>log in</html>", b'{"hits": [{}]}', b"null", b"\xff", b"[" * 99999]
+)
+def test_another_server_is_no_service(body):
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+        threading.Thread(target=server.serve_forever).start()
+        with Client(f"http://127.0.0.1:{server.server_port}") as client:
+            for ask in (
+                lambda: client.search("a"),
+                lambda: client.search_texts(1, ["a"]),
+                lambda: client.rerank("a", [1]),
+                lambda: client.embed(["a"]),
+                lambda: client.thumbnail(1),
+            ):
+                with pytest.raises(ServiceError, match="does not answer like"):
+                    ask()
+        server.shutdown()
 
 
 def test_the_client_refuses_addresses_and_keys_that_cannot_be_sent(service):
