@@ -22,6 +22,8 @@ _EXACT = 20_000
 _CELLS = 1024
 # number of cells that are nearest to an image and searched for its near duplicates
 _PROBES = 4
+# number of images whose pairs are in memory at the same time
+_QUERIES = 256
 
 
 @name_missing_extra("search")
@@ -69,9 +71,9 @@ def near_duplicates(index: IndexLocation, similarity: float = 0.95) -> list[list
 
 
 def _pairs(embeddings: Floats, similarity: float) -> tuple[Ints, Ints]:
-    """Return the positions of the two images of each similar pair among `embeddings`
-    [n, e], as two int64 arrays of equal length. A pair can occur twice, and each image
-    also forms a pair with itself.
+    """Return pairs of positions in `embeddings` [n, e] that connect the same images as
+    all similar pairs do, as two int64 arrays of equal length. An image also forms a
+    pair with itself.
     """
     import faiss
 
@@ -85,10 +87,22 @@ def _pairs(embeddings: Floats, similarity: float) -> tuple[Ints, Ints]:
         index.nprobe = _PROBES
         index.train(embeddings)
     index.add(embeddings)
-    # Rounding can make the computed similarity of a pair slightly too low. A slightly
-    # lower threshold keeps such a pair.
-    ends, _, second = index.range_search(embeddings, similarity - 1e-5)
-    first = np.repeat(np.arange(count), np.diff(ends.astype(np.int64)))
+    # Thousands of alike images have millions of pairs. So of the pairs of some images,
+    # one per image is kept.
+    kept = []
+    for start in range(0, count, _QUERIES):
+        # Rounding can make the computed similarity of a pair slightly too low. A
+        # slightly lower threshold keeps such a pair.
+        ends, _, second = index.range_search(
+            embeddings[start : start + _QUERIES], similarity - 1e-5
+        )
+        sizes = np.diff(ends.astype(np.int64))
+        first = np.repeat(np.arange(start, start + len(sizes)), sizes)
+        images, pairs = np.unique([first, second], return_inverse=True)
+        labels = _labels(len(images), *pairs.reshape(2, -1))
+        _, earliest = np.unique(labels, return_index=True)
+        kept.append(np.stack([images[earliest[labels]], images]))
+    first, second = np.concatenate(kept, axis=1)
     return first, second
 
 
@@ -101,15 +115,21 @@ def _components(count: int, first: Ints, second: Ints) -> list[Ints]:
         first: one node of each edge.
         second: the other node of each edge.
     """
+    labels = _labels(count, first, second)
+    # Sort the nodes by component, and split them where the next component begins.
+    order = np.argsort(labels, kind="stable")
+    ends = np.flatnonzero(np.diff(labels[order])) + 1
+    groups = [group for group in np.split(order, ends) if len(group) > 1]
+    return sorted(groups, key=lambda group: (-len(group), group[0]))
+
+
+def _labels(count: int, first: Ints, second: Ints) -> Ints:
+    """Return the number of the component of each node, see `_components`."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
     edges = coo_array(
         (np.ones(len(first), dtype=np.int8), (first, second)), shape=(count, count)
     )
-    _, labels = connected_components(edges, directed=False)
-    # Sort the nodes by component, and split them where the next component begins.
-    order = np.argsort(labels, kind="stable")
-    ends = np.flatnonzero(np.diff(labels[order])) + 1
-    groups = [group for group in np.split(order, ends) if len(group) > 1]
-    return sorted(groups, key=lambda group: (-len(group), group[0]))
+    labels: Ints = connected_components(edges, directed=False)[1]
+    return labels

@@ -1,6 +1,7 @@
 """Groups of near duplicates."""
 
 import shutil
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -51,6 +52,18 @@ def test_an_impossible_similarity_is_refused(root, similarity):
 def test_a_chain_of_pairs_is_one_group_and_the_largest_group_is_first():
     groups = duplicates._components(10, np.array([5, 1, 2]), np.array([6, 2, 8]))
     assert [group.tolist() for group in groups] == [[1, 2, 8], [5, 6]]
+
+
+def test_many_alike_images_take_little_memory():
+    embeddings = np.ones((4000, 1), np.float32)
+    tracemalloc.start()
+    first, second = duplicates._pairs(embeddings, 0.9)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # 16 million pairs of 16 bytes would take 256 MB
+    assert peak < 160 << 20
+    (group,) = duplicates._components(4000, first, second)
+    assert len(group) == 4000
 
 
 def test_cells_find_the_pairs_that_an_exact_search_finds(monkeypatch):
