@@ -63,10 +63,13 @@ def as_finite(values: Any, name: str) -> Floats:
     """Return `values` as a float32 array.
 
     Raises:
-        UsageError: a value is NaN or infinite. No similarity can be computed with such
-            a value.
+        UsageError: a value is no number, or is NaN or infinite. No similarity can be
+            computed with such a value.
     """
-    array = as_array(values).astype(np.float32)
+    try:
+        array = as_array(values).astype(np.float32)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{name} must be numbers: {error}", parameter=name) from error
     if not np.isfinite(array).all():
         raise UsageError(
             f"{name} has a value that is NaN or infinite; correct what encodes it",

@@ -218,6 +218,13 @@ def test_numbers_of_numpy_are_numbers_and_others_are_refused(name, files, opened
                 call(wrong, opened)
 
 
+def test_a_row_id_may_be_a_whole_float(opened):
+    ranked = [
+        rerank_metadata(opened, "a", [{"id": row}], "id", None) for row in (1, 1.0)
+    ]
+    assert ranked[0] == ranked[1]
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_exports_are_complete(package):
     module: ModuleType = importlib.import_module(package)

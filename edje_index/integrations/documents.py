@@ -50,6 +50,9 @@ def rerank_metadata(
     """
     rows: list[Any] = [each.get(key) for each in metadata]
     for position, row in enumerate(rows):
+        # some stores of metadata return integers as floats
+        if isinstance(row, float) and row.is_integer():
+            rows[position] = row = int(row)
         if not isinstance(row, Integral | str):
             raise UsageError(
                 f"document {position} has no row id or uri in its metadata '{key}';"

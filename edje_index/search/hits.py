@@ -147,6 +147,8 @@ class Hits(list[Hit]):
         root: directory or URL of the searched index.
         stages: duration of each stage of the search in seconds, see `Stages`. If one
             call searches several queries, the durations are for the whole call.
+        damaged: row ids of the candidates that were left out, because their tokens are
+            damaged.
 
     Examples:
         >>> from edje_index import TokenIndex
@@ -162,14 +164,17 @@ class Hits(list[Hit]):
         hits: Iterable[Hit],
         root: IndexLocation,
         stages: Mapping[str, float] | None = None,
+        damaged: Sequence[int] = (),
     ) -> None:
         super().__init__(hits)
         self.root = root
         self.stages = dict(stages or {})
+        self.damaged = damaged
 
     def first(self, k: int) -> Hits:
         """Return the first `k` hits."""
-        return Hits(self[: as_count(k, "k", least=0)], self.root, self.stages)
+        best = self[: as_count(k, "k", least=0)]
+        return Hits(best, self.root, self.stages, self.damaged)
 
     def at_least(self, min_relevance: float) -> Hits:
         """Return the hits whose relevance is at least `min_relevance`. A hit without a
@@ -177,7 +182,7 @@ class Hits(list[Hit]):
         """
         least = as_number(min_relevance, "min_relevance", most=1.0)
         kept = [hit for hit in self if (hit.relevance or 0.0) >= least]
-        return Hits(kept, self.root, self.stages)
+        return Hits(kept, self.root, self.stages, self.damaged)
 
     def to_arrow(self) -> pa.Table:
         """Return a pyarrow table with one row per hit.

@@ -128,8 +128,9 @@ class LateInteractionSearch:
                     self._ann = AnnIndex(self._index)
             # Stored embeddings have length 1. The query is scaled to this length, so
             # that dot products are cosine similarities. A zero vector stays unchanged.
-            length = np.float32(np.linalg.norm(vector) or 1.0)
-            candidates, similarities = self._ann.nearest(vector / length, pool, passing)
+            length = np.linalg.norm(vector.astype(np.float64)) or 1.0
+            unit = (vector / length).astype(np.float32)
+            candidates, similarities = self._ann.nearest(unit, pool, passing)
         else:
             candidates = check_row_ids(row_ids, self._index.manifest.spec.rows)
             if passing is not None:

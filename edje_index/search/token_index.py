@@ -363,6 +363,7 @@ class TokenIndex:
         that cannot be a hit may be left out, and one whose tokens are damaged is.
         """
         hits = []
+        damaged = []
         pairs = max(len(rows) for rows, _ in candidates)
         queries_at_once = max(1, _PAIRS_AT_ONCE // max(1, pairs))
         for start in range(0, len(texts), queries_at_once):
@@ -374,6 +375,8 @@ class TokenIndex:
             if reads_tokens(weights.parts):
                 kept, images = self._fetch(kept, stages, skips_damaged=k is not None)
             rows, similarities = map(np.concatenate, zip(*kept, strict=True))
+            for its_rows, _ in candidates[part]:
+                damaged.append(np.setdiff1d(its_rows, rows).tolist())
             captions: list[str] = []
             pools = []
             for text, (its_rows, _) in zip(texts[part], kept, strict=True):
@@ -386,7 +389,10 @@ class TokenIndex:
             for pool in pools:
                 hits.append(self._hits(rows, scores, relevances, pool, stages, k))
         # Only now the stages are complete.
-        return [Hits(each, self.root, stages) for each in hits]
+        return [
+            Hits(each, self.root, stages, left_out)
+            for each, left_out in zip(hits, damaged, strict=True)
+        ]
 
     def _fetch(
         self, candidates: list[Candidates], stages: Stages, *, skips_damaged: bool

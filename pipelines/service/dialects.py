@@ -78,6 +78,7 @@ class CohereRerankRequest(JsonRequest):
     return_documents: bool | None = None
     max_chunks_per_doc: int | None = None
     max_tokens_per_doc: int | None = None
+    priority: int | None = None
     truncation: bool | None = None
     user: str | None = None
 
@@ -107,7 +108,7 @@ class EmbedRequest(JsonRequest):
     prompt_name: None = None
     dimensions: None = None
     """Embeddings cannot be shortened; leave this out."""
-    normalize: Literal[True] = True
+    normalize: Literal[True] | None = True
     """Embeddings always have unit length."""
 
 

@@ -269,6 +269,7 @@ async def search(state: State, body: SearchRequest) -> Any:
         "precision": index.precision,
         "hits": best[: body.k],
         "by_embedding": by_embedding,
+        "damaged_rows": hits.damaged,
         "weights": weights.by_part(),
         # Milliseconds that the request waited in the queue, that its batch took, and
         # that each stage of the batch took.

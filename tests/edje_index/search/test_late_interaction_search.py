@@ -95,8 +95,11 @@ def test_candidates_come_from_the_embeddings(written):
     index = LateInteractionSearch.open(root)
     # the highest fidelity stored, although fp8 was named first
     assert index.store.precision == "bf16"
-    hits = index.search(query, k=30, embedding=embedding, pool=30)
+    # the length of the query does not matter, even if its square is too large
+    hits = index.search(query, k=30, embedding=1e30 * embedding, pool=30)
     assert {hit.row_id for hit in hits} == set(nearest.tolist())
+    with pytest.raises(UsageError, match="embedding must be numbers"):
+        index.search(query, embedding=["a"])
     direction = embedding / np.linalg.norm(embedding)
     assert [hit.embedding_score for hit in hits] == pytest.approx(
         [embeddings[hit.row_id] @ direction for hit in hits]
