@@ -40,7 +40,12 @@ from edje_index.models.adapter import (
     AdapterConfig,
     build_adapter,
 )
-from edje_index.models.clip_config import HF_TEXT_FOLDER, ClipConfig, read_clip_config
+from edje_index.models.clip_config import (
+    CONFIG_FILE,
+    HF_TEXT_FOLDER,
+    ClipConfig,
+    read_clip_config,
+)
 from edje_index.models.devices import plain_torch, resolve_device, resolve_dtype
 from edje_index.models.filesystem import new_folder, write_json
 from edje_index.models.joint_inputs import load_joint_tokenizer
@@ -290,6 +295,8 @@ def _check_fit(bundle: ModelBundle) -> None:
     """Raise ModelError if parts of the bundle do not fit each other, or if the final
     score needs a part that the bundle lacks.
     """
+    from edje_index.images.preprocessing import Preprocessor
+
     adapter = bundle.adapter.config
     vision = bundle.vision
     name = bundle.clip_config.name
@@ -308,6 +315,18 @@ def _check_fit(bundle: ModelBundle) -> None:
             f"a {adapter.kind} adapter of {adapter.num_tokens} tokens does not fit the"
             f" vision tower {name}, which has {vision.num_patches} patches: use the"
             " vision tower that the adapter was trained with"
+        )
+    try:
+        preprocess = Preprocessor(bundle.clip_config)
+        fits = preprocess.shape[1:] == vision.image_size
+        fits = fits and bool((preprocess.scale[2] > 0).all())
+    except (AssertionError, LookupError, TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise ModelError(
+            f"the preprocessing {bundle.clip_config.preprocess} does not give the"
+            f" vision tower {name} images of {vision.image_size} pixels: restore"
+            f" preprocess_cfg in {CONFIG_FILE}"
         )
     check_scorer_fit(bundle.adapter.config, bundle.scorer, bundle.score)
 
@@ -474,7 +493,7 @@ def write_feature_bundle(
     """
     bundle = ModelBundle.load(towers)
     width = bundle.vision.patch_dim
-    count = tokens or bundle.vision.num_patches
+    count = bundle.vision.num_patches if tokens is None else tokens
     features = replace(
         bundle,
         adapter=build_adapter(AdapterConfig(kind, count, width, width, hidden_dim=0)),

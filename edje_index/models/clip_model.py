@@ -161,6 +161,9 @@ def load_clip(vision: str) -> tuple[nn.Module, ClipConfig]:
         clip = load_module(
             folder / WEIGHTS_FILE, lambda: build_clip(config, folder / HF_TEXT_FOLDER)
         )
+        # open_clip writes no size, and reads images in the size of the tower.
+        visual: Any = clip.visual
+        config.preprocess.setdefault("size", visual.image_size)
         return clip, config
     if vision.startswith(_HUB):
         name = vision

@@ -14,7 +14,7 @@ import torch
 from transformers import BertConfig, BertTokenizerFast
 
 from edje_index.bundles import info as bundle_info
-from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.bundle import ModelBundle, write_feature_bundle
 from edje_index.bundles.info import (
     INFO_FILE,
     VISION_WEIGHTS,
@@ -145,6 +145,23 @@ def test_parts_that_do_not_fit_are_refused(tiny_model, tmp_path):
         tiny_model.adapter = build_adapter(adapter)
         with pytest.raises(ModelError, match=message):
             tiny_model.save(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"size": 224}, {"size": []}, {"use_crop": True}, {"std": [0.0] * 3}, {"mode": ""}],
+)
+def test_preprocessing_that_does_not_fit_the_tower_is_refused(
+    tiny_model, tmp_path, change
+):
+    tiny_model.clip_config.preprocess.update(change)
+    with pytest.raises(ModelError, match=r"preprocessing .*: restore preprocess_cfg"):
+        tiny_model.save(tmp_path / "out")
+
+
+def test_a_feature_bundle_needs_a_positive_number_of_tokens(tiny_bundle, tmp_path):
+    with pytest.raises(ModelError, match="num_tokens=0"):
+        write_feature_bundle(tiny_bundle, tmp_path / "out", "strided", 0)
 
 
 def test_stock_open_clip_opens_the_vision_folder(tiny_bundle, tiny_model):

@@ -4,6 +4,8 @@ import logging
 import shutil
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,6 +74,12 @@ def test_refuses_early(tmp_path, tower):
     import_checkpoint(
         checkpoint, tower[0], tmp_path / "bundle", tokenizer_dir=tmp_path / "elsewhere"
     )
+
+
+def test_without_a_size_images_have_that_of_the_tower(tower):
+    """open_clip's own `save_config_for_hf` writes no size."""
+    replace(tower[1], preprocess={}).write(Path(tower[0].removeprefix("local-dir:")))
+    assert tuple(load_clip(tower[0])[1].preprocess["size"]) == (32, 32)
 
 
 @pytest.mark.parametrize(
