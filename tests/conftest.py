@@ -1,10 +1,12 @@
 """Fixtures that the tests of several packages share."""
 
 import atexit
+import contextlib
 import functools
 import gc
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -257,6 +259,17 @@ def tiny_bundle(tmp_path_factory):
     path = tmp_path_factory.mktemp("models") / "tiny"
     create_untrained_bundle(path, sizes=TINY)
     return path
+
+
+@contextlib.contextmanager
+def largest_file(size):
+    """This process cannot write beyond `size` bytes in a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture

@@ -49,7 +49,13 @@ def save_checkpoint(run_dir: Path, state: TrainState) -> None:
     for unfinished in run_dir.glob(f".{CHECKPOINT}.*"):
         unfinished.unlink()
     with replacing(run_dir / CHECKPOINT) as file:
-        torch.save(vars(state), file)
+        try:
+            torch.save(vars(state), file)
+        except RuntimeError as error:
+            # After an error of `file.write`, torch raises another one at the end.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
     fsync_path(run_dir)
 
 

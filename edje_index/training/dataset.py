@@ -363,8 +363,7 @@ def prepare_captions(
             (name, values.dtype, values.shape[1:]) for name, values in columns.items()
         ]
         records = np.rec.fromarrays([*columns.values()], dtype=fields)
-        with replacing(shards[number]) as file:
-            np.save(file, records)
+        _write_records(shards[number], parts, [records])
         on_shard(sum(shard.exists() for shard in shards), len(shards))
     if group.any(stopped):
         raise TaskInterrupted(
@@ -382,21 +381,23 @@ def prepare_captions(
                     f"{shard} was damaged; train again, which prepares its captions"
                     " again"
                 ) from error
-        unfinished = parts / path.name
-        joined = np.lib.format.open_memmap(
-            unfinished,
-            "w+",
-            finished_shards[0].dtype,
-            (int(data.caption_starts[-1]),),
-        )
-        np.concatenate(finished_shards, out=joined)
-        joined.flush()
-        fsync_path(unfinished)
-        unfinished.rename(path)
+        _write_records(path, parts, finished_shards)
         fsync_path(path.parent)
         shutil.rmtree(parts, ignore_errors=True)
     # The other workers wait here until worker 0 has written the file.
     group.any(False)
+
+
+def _write_records(path: Path, staging: Path, arrays: Sequence[NDArray[Any]]) -> None:
+    """Write the concatenation of structured arrays to the ``.npy`` file `path`."""
+    header = np.lib.format.header_data_from_array_1_0(arrays[0])
+    header["shape"] = (sum(map(len, arrays)),)
+    with replacing(path, staging) as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        # On a full disk, numpy.save raises an OSError without an errno, and writing to
+        # a memory map ends the process.
+        for array in arrays:
+            file.write(array)
 
 
 def _key(text: str) -> int:

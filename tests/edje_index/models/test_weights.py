@@ -1,7 +1,6 @@
 """Weights on disk and their data types."""
 
 import errno
-import resource
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from edje_index.models.weights import (
     save_tensors,
     save_weights,
 )
+from tests.conftest import largest_file
 
 
 class Tied(torch.nn.Module):
@@ -76,11 +76,6 @@ def test_integers_are_no_weights():
 
 
 def test_an_error_of_the_disk_keeps_its_number(tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
-        with pytest.raises(OSError, match="File too large") as raised:
-            save_tensors({"a": torch.zeros(1000)}, tmp_path / "a.safetensors")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with largest_file(1000), pytest.raises(OSError, match="File too large") as raised:
+        save_tensors({"a": torch.zeros(1000)}, tmp_path / "a.safetensors")
     assert raised.value.errno == errno.EFBIG

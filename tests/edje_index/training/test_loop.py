@@ -25,6 +25,7 @@ from edje_index.training.start import make_trainable
 from edje_index.training.step import JointObjective
 from edje_index.training.workers import WorkerGroup
 from storage_formats.errors import TaskInterrupted, UsageError
+from tests.conftest import largest_file
 
 
 def never():
@@ -146,6 +147,12 @@ def test_a_run_that_is_out_of_memory_goes_on_with_smaller_chunks(
     for one, other in zip(read_log(tmp_path / "whole"), read_log(run_dir), strict=True):
         for name in ("loss", "itm", "mlm", "recovery", "accuracy", "gradient"):
             assert other[name] == pytest.approx(one[name], abs=1e-4)
+
+
+def test_an_error_of_the_disk_names_the_checkpoint(case, tmp_path):
+    task = case.task(tmp_path)
+    with largest_file(1000), pytest.raises(OSError, match=f"too large.*{CHECKPOINT}"):
+        run_worker(task, WorkerGroup(), never)
 
 
 def test_all_parameters_have_weight_decay(case):

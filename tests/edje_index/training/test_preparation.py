@@ -22,6 +22,7 @@ from edje_index.training.dataset import (
 from edje_index.training.workers import WorkerGroup
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.reading.embeddings import read_embeddings
+from tests.conftest import largest_file
 from tests.edje_index.training.conftest import IMAGES, captioned_index, prepare
 
 FILE = Path("train.npy")
@@ -188,3 +189,13 @@ def test_a_stopped_preparation_resumes_after_its_finished_shards(
     check_equal(case.data, replace(case.data, path=data))
     # finished data need no preparation
     assert prepare(data, case, should_stop=lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("size", "file"), [(1000, "000000000000.npy"), (10_000, "train.npy")]
+)
+def test_an_error_of_the_disk_names_the_file(case, tmp_path, small_shards, size, file):
+    """Of a shard, and of the joined file."""
+    with largest_file(size), pytest.raises(OSError, match=f"File too large.*{file}"):
+        prepare(tmp_path / "train.npy", case)
+    assert prepare(tmp_path / "train.npy", case)
