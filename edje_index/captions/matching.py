@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from edje_index.captions.reading import (
-    PARTS_OF_SPLIT,
     CaptionedImage,
+    is_of_split,
     usable_captions,
 )
 from edje_index.inputs.refs import display_path
@@ -46,12 +46,11 @@ def stored_captions(
     captioned = caption_columns(columns)
     splits = [column.name for column in columns if column.name == SPLIT]
     table = read_all_rows(index, ("row_id", "uri", "status", *captioned, *splits))
-    parts = None if split is None else PARTS_OF_SPLIT.get(split, {split})
     items = []
     for row in table.to_pylist():
         uri = row["uri"]
         its_split = row.get(SPLIT)
-        if row["status"] == INDEXED and (parts is None or its_split in parts):
+        if row["status"] == INDEXED and is_of_split(its_split, split):
             captions, _ = usable_captions({name: row[name] for name in captioned})
             if captions:
                 items.append(CaptionedImage(uri, captions, its_split, row["row_id"]))

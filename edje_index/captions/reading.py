@@ -50,7 +50,15 @@ invisible. Emoji and other symbols make a word.
 
 # Karpathy's COCO file calls some validation images "restval". By convention, they are
 # used for training.
-PARTS_OF_SPLIT = {"train": frozenset({"train", "restval"})}
+_PARTS_OF_SPLIT = {"train": frozenset({"train", "restval"})}
+
+
+def is_of_split(value: object, split: str | None) -> bool:
+    """Return True if `value`, that of a column `split`, belongs to `split`. The value
+    may be a number. Every value belongs to None.
+    """
+    parts = _PARTS_OF_SPLIT.get(split or "", {split})
+    return split is None or (value is not None and str(value) in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +108,6 @@ def read_captions(
     folder = os.path.abspath(file.parent if images is None else images)
     kind = container_kind(file.name)
     entries = _table_entries(file) if kind not in ARCHIVES else _samples(file, kind)
-    parts = None if split is None else PARTS_OF_SPLIT.get(split, frozenset({split}))
     # (location of an image, its split) -> its captions
     merged: dict[tuple[str, str | None], tuple[str, ...]] = {}
     blank = 0
@@ -112,7 +119,7 @@ def read_captions(
                 raise UsageError(f"{where}: {error}") from error
             its_split = values.get(SPLIT)
             its_split = None if its_split is None else str(its_split)
-            if parts is None or its_split in parts:
+            if is_of_split(its_split, split):
                 blank += left_out
             if not captions:
                 continue
@@ -135,7 +142,7 @@ def read_captions(
     items = [
         CaptionedImage(location, captions, its_split)
         for (location, its_split), captions in merged.items()
-        if parts is None or its_split in parts
+        if is_of_split(its_split, split)
     ]
     if not items:
         names = sorted({name for _, name in merged if name is not None})

@@ -36,6 +36,8 @@ IndexPath = Annotated[
     BeforeValidator(lambda given: str(given) if isinstance(given, Path) else given),
     "Path or URL of an index",
 ]
+# A column of numbers may name the splits.
+SplitName = Annotated[str, Field(strict=False, coerce_numbers_to_str=True)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 AtLeastTwo = Annotated[int, Field(ge=2)]
 Values = dict[str, dict[str, Any]]
@@ -202,13 +204,13 @@ class TrainingInputs(Settings):
     """Index of the images to train on, with their captions. Its tokens are patch
     features.
     """
-    split: str | None = None
+    split: SplitName | None = None
     """Split of the index to train on. None takes all splits."""
     dev: IndexPath | None = None
     """Index of other images, built with the same bundle. The weights of the final score
     are fitted to their captions. It may be the same index with another split.
     """
-    dev_split: str | None = None
+    dev_split: SplitName | None = None
     """Split of the dev index to use. None takes all splits."""
     model: SettingPath | None = None
     """Bundle that built the index, with the frozen towers. None uses the path that is

@@ -34,7 +34,7 @@ from edje_index.bundles.info import (
     read_bundle_info,
     verify_files,
 )
-from edje_index.captions.reading import PARTS_OF_SPLIT, is_blank
+from edje_index.captions.reading import is_blank, is_of_split
 from edje_index.inputs.tables import IMAGE_ID, SPLIT
 from edje_index.models.devices import as_tensor
 from edje_index.models.joint_inputs import (
@@ -214,7 +214,6 @@ def read_captioned_rows(
     labels = {SPLIT, IMAGE_ID} & {column.name for column in manifest.columns}
     columns = ["row_id", "status", "reason", "content_hash"]
     columns += [*caption_columns(manifest.columns), *sorted(labels)]
-    parts = PARTS_OF_SPLIT.get(split or "", {split})
     contents = hashlib.sha256()
     contents.update(
         f"{manifest.model['fingerprint']} {finest(manifest.spec.precisions)}".encode()
@@ -226,7 +225,7 @@ def read_captioned_rows(
     other_splits = set()
     for table in iter_rows(index, columns):
         for row in table.to_pylist():
-            if split is not None and row.get(SPLIT) not in parts:
+            if not is_of_split(row.get(SPLIT), split):
                 other_splits.add(str(row.get(SPLIT)))
                 continue
             captions = _captions(row)

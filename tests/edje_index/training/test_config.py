@@ -80,6 +80,11 @@ def test_the_defaults_are_those_of_the_paper():
         preset(name)
 
 
+def test_a_number_may_name_a_split():
+    settings = {"inputs": {"index": "i", "split": 1}, "run": {"out": "o"}}
+    assert validated(merge_settings("quick", {}, settings)).inputs.split == "1"
+
+
 def test_all_problems_are_reported():
     with pytest.raises(UsageError) as error:
         preset("paper", loop={"steps": 0, "seed": "x"}, aligment={})

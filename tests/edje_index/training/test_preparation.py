@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import read_bundle_info
+from edje_index.captions.matching import stored_captions
 from edje_index.training import dataset
 from edje_index.training.dataset import (
     StoredImages,
@@ -53,6 +54,13 @@ def test_the_images_are_the_indexed_rows_with_captions(tmp_path):
     assert open_same_images(str(other.root), hashes[::-1]).rows.tolist() == [8, 7, 3, 2]
     with pytest.raises(UsageError, match=r"data\.edje lacks 1 training images"):
         open_same_images(str(index.root), [*hashes, other_hashes[3]])
+
+
+def test_numbers_name_splits(tmp_path):
+    captions = [["a dog"], ["a cat"], ["a boy"]]
+    index = captioned_index(tmp_path / "data.edje", captions, split=[0, 1, None])
+    assert read_captioned_rows(index, FILE, "1")[0].rows.tolist() == [3]
+    assert [item.row_id for item in stored_captions(index, "1")] == [3]
 
 
 @pytest.fixture
