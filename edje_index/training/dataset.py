@@ -396,7 +396,7 @@ def _write_records(path: Path, staging: Path, arrays: Sequence[NDArray[Any]]) ->
         # On a full disk, numpy.save raises an OSError without an errno, and writing to
         # a memory map ends the process.
         for array in arrays:
-            file.write(array)
+            file.write(array.data)
 
 
 def _key(text: str) -> int:

@@ -186,5 +186,7 @@ def describe_settings(values: Values) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
-    # JSON strings and numbers are also TOML. `default=str` turns paths into strings.
-    return json.dumps(value, default=str)
+    # JSON strings and numbers are also TOML, except for surrogates and U+007F.
+    # `default=str` turns paths into strings.
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text.replace("\x7f", "\\u007f")

@@ -177,7 +177,7 @@ def test_a_finished_training_repeats_its_figures(case, capfd):
     error = run_here(*options, "--set", "fitting.dev_pool=7", expect=2)["error"]
     assert "other settings of the final score" in error
     error = run_here(*options, "--set", "loop.seed=1", expect=2)["error"]
-    assert "calm exists already" in error
+    assert "calm exists already, and this run did not make it; set run.out" in error
 
 
 def test_other_settings_and_other_captions_in_the_same_folder_are_named(case, tmp_path):

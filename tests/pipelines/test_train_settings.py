@@ -107,9 +107,8 @@ def test_settings_that_exclude_each_other_are_refused(changes, assignments, word
 
 
 def test_the_listing_is_a_settings_file(tmp_path):
-    values = read_settings(
-        "small-data", None, ["loop.seed=4", "run.threads=3"], grouped()
-    )
+    assignments = ["loop.seed=4", "run.threads=3", "inputs.init=/m/\N{DOG}\x7f"]
+    values = read_settings("small-data", None, assignments, grouped())
     (tmp_path / "all.toml").write_text(describe_settings(values))
     again = read_settings("paper", tmp_path / "all.toml", [], grouped())
     assert validated(again) == validated(values)

@@ -245,13 +245,16 @@ def _finished_result(settings: TrainSettings, fingerprint: str) -> TrainResult:
     """
     out = settings.run.out
     result = _result_of(out)
-    expected = (fingerprint, settings.fitting.model_dump())
-    if result is None or (result.run, result.fitting) != expected:
+    if result is None or result.run != fingerprint:
         raise UsageError(
-            f"{out} exists already, and another run made it, or this run with other"
-            " settings of the final score (group 'fitting'); remove this folder to"
-            " write the bundle again from the last checkpoint, or set run.out to"
+            f"{out} exists already, and this run did not make it; set run.out to"
             " another folder"
+        )
+    if result.fitting != settings.fitting.model_dump():
+        raise UsageError(
+            f"{out} exists already, and this run made it with other settings of the"
+            " final score (group 'fitting'); remove this folder to write the bundle"
+            " again from the last checkpoint, or set run.out to another folder"
         )
     return replace(result, already_finished=True)
 
