@@ -41,6 +41,7 @@ from edje_index.training.checkpoints import (
     append_record,
     begin_log,
     last_checkpoint,
+    read_log,
     save_checkpoint,
 )
 from edje_index.training.config import LoopConfig, OptimizerConfig, TrainSettings
@@ -133,6 +134,10 @@ def run_worker(
             append_record(run.folder, record)
             on_record(record)
 
+    def stop_evaluation(*_progress: object) -> None:
+        if should_stop():
+            raise TaskInterrupted
+
     for captioned in (data, dev):
         if captioned is not None:
             report = partial(write, CAPTIONS)
@@ -169,6 +174,8 @@ def run_worker(
             # of epochs.
             previous = None
             epochs_before = None
+            # steps after which the dev recall is measured
+            evaluated = range(0)
             module: AlignmentObjective | JointObjective
             make_batch: Callable[[int], Any]
             if phase == ALIGNMENT:
@@ -204,6 +211,9 @@ def run_worker(
                 steps = total_steps(loop, len(data.records))
                 images = loop.batch_size
                 steps_per_epoch = len(data.records) // images
+                if dev:
+                    every = run.evaluate_every or steps_per_epoch
+                    evaluated = range(every, steps + 1, every)
                 if task.continued is not None:
                     previous = last_checkpoint(*task.continued)
             module.to(device).train()
@@ -232,7 +242,49 @@ def run_worker(
 
             batches = ordered_map(on_device, range(first, steps), 1, 1 + _AHEAD)
             with contextlib.closing(batches):
-                for step in range(first, steps):
+                for step in range(first, steps + 1):
+                    # The evaluation comes after the checkpoint of `step`. If it was
+                    # stopped, a resumed run goes on with it.
+                    if dev and step in evaluated:
+                        stop = False
+                        is_logged = any(
+                            record["step"] == step and "dev_t2i_r1" in record
+                            for record in read_log(run.folder)
+                        )
+                        if group.rank == 0 and not is_logged:
+                            start.adapter.eval()
+                            start.joint.eval()
+                            # As in the published code, candidates are sorted by the
+                            # logit alone.
+                            try:
+                                pools = dev_pools(
+                                    start,
+                                    dev,
+                                    config.fitting,
+                                    run.folder,
+                                    f"{task.run} {step}",
+                                    (LOGIT,),
+                                    stop_evaluation,
+                                )
+                            except TaskInterrupted:
+                                stop = True
+                            else:
+                                recalls = {
+                                    f"dev_{direction}_r1": float(
+                                        of_direction.hits(ScoreWeights()).mean()
+                                    )
+                                    for direction, of_direction in pools.items()
+                                }
+                                write(phase, step, steps, **recalls)
+                            module.train()
+                        # The other workers wait here while worker 0 evaluates.
+                        if group.any(stop):
+                            raise TaskInterrupted(
+                                "the training run stopped during the evaluation after"
+                                f" step {step} of {steps}"
+                            )
+                    if step == steps:
+                        break
                     rate = learning_rate(
                         step,
                         steps,
@@ -287,31 +339,6 @@ def run_worker(
                             " optimizer.warmup_steps, or loop.dtype float32"
                         )
                     stop = group.any(should_stop())
-                    evaluation_steps = run.evaluate_every or steps_per_epoch
-                    if phase == JOINT and dev and done % evaluation_steps == 0:
-                        if group.rank == 0:
-                            start.adapter.eval()
-                            start.joint.eval()
-                            # As in the published code, candidates are sorted by the
-                            # logit alone.
-                            pools = dev_pools(
-                                start,
-                                dev,
-                                config.fitting,
-                                run.folder,
-                                f"{task.run} {done}",
-                                (LOGIT,),
-                            )
-                            recalls = {
-                                f"dev_{direction}_r1": float(
-                                    of_direction.hits(ScoreWeights()).mean()
-                                )
-                                for direction, of_direction in pools.items()
-                            }
-                            write(phase, done, steps, **recalls)
-                            module.train()
-                        # The other workers wait here while worker 0 evaluates.
-                        group.any(False)
                     # The first step is logged too, so that a progress display can
                     # estimate the remaining time.
                     if done % run.log_every == 0 or done in (first + 1, steps):
@@ -333,7 +360,8 @@ def run_worker(
                         started = now
                         waited = 0.0
                         since = done
-                    if stop or done % run.checkpoint_every == 0 or done == steps:
+                    is_due = done % run.checkpoint_every == 0 or done in evaluated
+                    if stop or is_due or done == steps:
                         if group.rank == 0:
                             epochs = (epochs_before or 0) + done // steps_per_epoch
                             weights = {

@@ -1,5 +1,6 @@
 """Dev recall during a training, and the weights of the final score."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -8,13 +9,14 @@ import torch
 
 from edje_index.evaluation import pools as pools_module
 from edje_index.models.devices import to_bf16_array
-from edje_index.training.checkpoints import last_checkpoint, read_log
+from edje_index.training.checkpoints import LOG, last_checkpoint, read_log
 from edje_index.training.config import FittingConfig
 from edje_index.training.fit_weights import choose_weights, dev_pools
 from edje_index.training.loop import finish_model, run_worker
 from edje_index.training.pooled_similarity import fit_pooled_similarity
 from edje_index.training.start import make_start, trained_part
 from edje_index.training.workers import WorkerGroup
+from storage_formats.errors import TaskInterrupted
 from storage_formats.reading.embeddings import read_embeddings
 from tests.edje_index.training.conftest import IMAGES
 
@@ -68,6 +70,23 @@ def test_evaluations_do_not_change_what_is_trained(case, everything, tmp_path):
     assert all(
         torch.equal(states[0][name], tensor) for name, tensor in states[1].items()
     )
+
+
+def test_a_stopped_evaluation_goes_on(case, everything, tmp_path, monkeypatch):
+    monkeypatch.setattr(pools_module, "CHUNK_PAIRS", 16)
+    made = task(case, tmp_path, 2)
+    # asked after each of two steps, and before each batch of pairs
+    calls = itertools.count()
+    with pytest.raises(TaskInterrupted, match="during the evaluation after step 2 of"):
+        run_worker(made, WorkerGroup(), lambda: next(calls) == 3)
+    assert last_checkpoint(tmp_path, "run").step == 2
+    assert not evaluations(tmp_path)
+    run_worker(made, WorkerGroup(), lambda: False)
+    assert evaluations(tmp_path) == evaluations(everything.config.run.folder)
+    # of a run that ended before its last evaluation
+    (tmp_path / LOG).unlink()
+    run_worker(made, WorkerGroup(), lambda: False)
+    assert list(evaluations(tmp_path)) == [6]
 
 
 def test_an_alignment_is_not_evaluated(case, tmp_path):
