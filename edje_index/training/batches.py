@@ -73,7 +73,8 @@ def hard_negatives(
     if not free.all():
         raise UsageError(
             "a pair has no possible negative, because all other pairs of its batch have"
-            " the same image or the same words; raise loop.batch_size"
+            " the same image or the same words; train again in a new run folder with a"
+            " higher loop.batch_size"
         )
     # A stable sort keeps the order of equally similar candidates.
     order = np.argsort(np.where(masked, np.inf, -similarities), axis=1, kind="stable")

@@ -228,7 +228,8 @@ def _parsing(path: Path, kind: str, advice: str) -> Iterator[None]:
         # raise an OSError without an errno.
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise UsageError(f"cannot read {path} as {kind}: {error}; {advice}") from error
+        reason = " ".join(str(error).split())
+        raise UsageError(f"cannot read {path} as {kind}: {reason}; {advice}") from error
 
 
 def _row_parts(
@@ -272,7 +273,11 @@ def _row_parts(
             " rows; write one row per image"
         )
     lines = parquet_rows(file, [*own, *others], _CHUNK_ROWS)
-    while part := list(itertools.islice(lines, _CHUNK_ROWS)):
+    while True:
+        with _parsing(path, "a Parquet file", "write this file again"):
+            part = list(itertools.islice(lines, _CHUNK_ROWS))
+        if not part:
+            return
         values = [
             source_values(
                 dict(zip(others, row[len(own) :], strict=True)), ignored, renames=False

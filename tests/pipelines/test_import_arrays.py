@@ -153,6 +153,12 @@ def test_rows_that_are_refused(run, files, tmp_path):
     ):
         pq.write_table(table, bad)
         assert message in refused(run, tmp_path, *files[:2], bad)
+    damaged = bytearray(files[2].read_bytes())
+    page = pq.read_metadata(files[2]).row_group(1).column(0).data_page_offset
+    damaged[page : page + 100] = bytes(100)
+    bad.write_bytes(damaged)
+    message = refused(run, tmp_path, *files[:2], bad)
+    assert f"cannot read {bad} as a Parquet file" in message
     (tmp_path / "rows.csv").write_text("uri,note\na,b\n")
     for name, message in (("rows.csv", "must be a Parquet"), ("none", "not exist")):
         assert message in refused(run, tmp_path, *files[:2], tmp_path / name)

@@ -172,5 +172,5 @@ def test_the_first_of_equal_candidates_comes_first_and_few_are_repeated():
 
 
 def test_a_row_without_candidates_is_refused():
-    with pytest.raises(UsageError, match=r"raise loop.batch_size"):
+    with pytest.raises(UsageError, match=r"new run folder with a higher loop"):
         hard_negatives(np.zeros((2, 2)), np.ones((2, 2), dtype=bool), 1)
