@@ -15,6 +15,10 @@ WEIGHTS_FILE = "open_clip_model.safetensors"
 HF_CONFIG_FILE = "config.json"
 # folder beside the weights, with the configuration of a Hugging Face text tower
 HF_TEXT_FOLDER = "hf_text"
+# the default of open_clip, in tokens
+_CONTEXT_LENGTH = 77
+# of a text tower without absolute positions
+_POSITIONS = 512
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,22 @@ class ClipConfig:
         """
         return self.text.get("hf_model_name")
 
+    @property
+    def context_length(self) -> int:
+        """Largest number of tokens per text."""
+        return int(self.text.get("context_length", _CONTEXT_LENGTH))
+
+    def check_context_length(self, hf_config: Json) -> None:
+        """Raise ModelError if a Hugging Face text tower with the configuration
+        `hf_config` has no positions for the `context_length`.
+        """
+        positions = hf_config.get("max_position_embeddings") or _POSITIONS
+        if not 1 <= self.context_length <= positions:
+            raise ModelError(
+                f"the context_length of {self.name} is {self.context_length}, but its"
+                f" text tower reads 1 to {positions} tokens: restore {CONFIG_FILE}"
+            )
+
     def write(self, folder: Path) -> None:
         """Write the configuration to ``open_clip_config.json`` in `folder`."""
         write_json(
@@ -73,6 +93,8 @@ def read_clip_config(folder: Path, name: str) -> ClipConfig:
         tower = str(config.model["vision_cfg"].get("timm_model_name") or "")
         # raises TypeError if `tokenizer_kwargs` is not a mapping
         _ = {**(config.text.get("tokenizer_kwargs") or {})}
+        # raises ValueError or TypeError if it is not a number
+        _ = config.context_length
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
             f"{folder / CONFIG_FILE} is not an open_clip configuration: {error!r};"

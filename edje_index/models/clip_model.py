@@ -62,7 +62,9 @@ def build_clip(config: ClipConfig, hf_text: Path | None = None) -> nn.Module:
                 f"the text tower of {config.name} needs the file {HF_CONFIG_FILE},"
                 f" which is not in {hf_text}: copy this file again"
             )
-        model_type = read_configuration(hf_text / HF_CONFIG_FILE).get("model_type")
+        hf_config = read_configuration(hf_text / HF_CONFIG_FILE)
+        config.check_context_length(hf_config)
+        model_type = hf_config.get("model_type")
         if model_type not in arch_dict:
             raise ModelError(
                 f"{hf_text / HF_CONFIG_FILE} describes a text tower of type"

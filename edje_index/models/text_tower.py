@@ -48,8 +48,6 @@ ORIGIN_KEYS = ("is_local", "local_files_only", "name_or_path")
 # accepted keys of `tokenizer_kwargs`, for tokenizers of Hugging Face and of open_clip
 HF_OPTIONS = ("clean", "language", "strip_sep_token")
 SIMPLE_OPTIONS = ("additional_special_tokens", "clean", "reduction_mask")
-# the default of open_clip, in tokens
-DEFAULT_CONTEXT_LENGTH = 77
 # keys of `tokenizer_kwargs`, and tokenizer classes, that `BertTextTower` supports
 _TOKENIZER_OPTIONS = frozenset({"clean"})
 _TOKENIZER_CLASSES = frozenset({"BertTokenizer", "BertTokenizerFast"})
@@ -159,9 +157,7 @@ def text_tokenizer(config: ClipConfig, folder: str | Path | None = None) -> Any:
             f"the configuration of {config.name} gives the tokenizer the option"
             f" {refused[0]!r}, which is not accepted: use only {', '.join(accepted)}"
         )
-    options["context_length"] = int(
-        config.text.get("context_length", DEFAULT_CONTEXT_LENGTH)
-    )
+    options["context_length"] = config.context_length
     if not name:
         return SimpleTokenizer(**options)
     if folder is not None:
@@ -259,6 +255,7 @@ def load_bert_text_tower(
     ):
         return None
     bert_config = read_configuration(source)
+    config.check_context_length(bert_config)
     check_tokenizer_folder(folder)
     settings = read_configuration(folder / TOKENIZER_SETTINGS)
     sides = {
@@ -273,9 +270,7 @@ def load_bert_text_tower(
         return None
     try:
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-        tokenizer.enable_truncation(
-            max_length=int(text.get("context_length", DEFAULT_CONTEXT_LENGTH))
-        )
+        tokenizer.enable_truncation(max_length=config.context_length)
         pad = int(bert_config.get("pad_token_id", 0))
         tokenizer.enable_padding(pad_id=pad)
     except Exception as error:

@@ -152,6 +152,17 @@ def test_text_embeddings_equal_those_of_open_clip(vision_folder, changes):
     assert np.ptp(expected, axis=0).max() > 0.01
 
 
+@pytest.mark.parametrize("length", [0, 10**9])
+def test_a_context_without_positions_is_refused(vision_folder, length):
+    folder, config = vision_folder
+    text = {**config.text, "context_length": length}
+    config = ClipConfig("tiny", {**config.model, "text_cfg": text}, {})
+    with pytest.raises(ModelError, match=f"context_length of tiny is {length}"):
+        build_clip(config, folder / "hf_text")
+    with pytest.raises(ModelError, match=f"context_length of tiny is {length}"):
+        load_bert_text_tower(folder, config, torch.device("cpu"))
+
+
 @settings(max_examples=30)
 @given(st.text(max_size=60) | st.text("aB_.&; #x39<>’Ã©\t\n", max_size=60))
 @pytest.mark.parametrize("name", CLEANERS)
