@@ -280,9 +280,21 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
             fingerprint=str(content["fingerprint"]),
             encoder_fingerprint=str(content["encoder_fingerprint"]),
         )
-        # These two lines only check the numbers. Invalid numbers raise ValueError.
+        # These lines only check the values. Invalid values raise an error.
         _ = info.pooled_similarity, info.logit_range, info.bfloat16_recall_change
         _ = [int(file["bytes"]) for file in info.files.values()]
+        _ = info.vision_name, info.combines_frames
+        height, width = info.vision["image_size"]
+        sizes = [
+            height,
+            width,
+            *(info.vision[name] for name in ("patch_dim", "num_patches", "embed_dim")),
+            *(info.adapter[name] for name in ("num_tokens", "language_dim")),
+            joint["text_embed_dim"],
+            1 if info.pool is None else info.pool,
+        ]
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise ValueError(f"the sizes {sizes} must be positive integers")
         fingerprints = (
             _stored_fingerprint(content),
             encoder_fingerprint(info.adapter, info.files),

@@ -92,6 +92,11 @@ def test_a_changed_or_missing_file_is_noticed(copied):
         (lambda c: c.update(format_version=99), "format version 99"),
         (lambda c: c.update(format="other"), "does not describe a model bundle"),
         (lambda c: c.pop("vision"), "damaged"),
+        (lambda c: c["vision"].pop("image_size"), "damaged"),
+        (lambda c: c["vision"].update(patch_dim="32"), "damaged"),
+        (lambda c: c["adapter"].pop("kind"), "damaged"),
+        (lambda c: c["joint"].update(text_embed_dim=0), "damaged"),
+        (lambda c: c.update(pool=-5), "damaged"),
         (lambda c: c["files"].pop("adapter.safetensors"), "damaged"),
     ],
 )
