@@ -479,6 +479,15 @@ def copy_index(
                 "no row is selected; choose other rows or another filter",
                 parameter="where",
             )
+        table = read_index_rows(opened, chosen, ["duplicate_of"])
+        originals = table["duplicate_of"].drop_null().to_numpy()
+        left = np.setdiff1d(originals, chosen)
+        if len(left):
+            text = (
+                "the copy has no tokens of duplicates whose original is not selected;"
+                f" select {counted(len(left), 'original')} too, first row {left[0]}"
+            )
+            on_event(StatusMessage(text, is_warning=True))
         return rewrite([(opened, chosen)], out, "copy", on_event, should_stop)
     files = sorted(named_files(opened), key=lambda entry: entry.path)
     on_event(

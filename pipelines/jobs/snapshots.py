@@ -27,7 +27,9 @@ from pipelines.progress.events import (
     ignore,
     never,
 )
+from pipelines.progress.wording import counted
 from storage_formats.arguments import as_count, as_list, did_you_mean, optional_count
+from storage_formats.arrays import Ints
 from storage_formats.atomic import Json
 from storage_formats.change import Removal, collect_garbage
 from storage_formats.errors import UsageError
@@ -145,12 +147,11 @@ def delete_rows(
             check_row_ids(rows, spec.rows), rows_passing(opened, where)
         )
         check_rows_in_use(selected, spec)
-        if erase and opened.manifest.counts.duplicates:
+        if erase:
             gone = np.union1d(selected, opened.deleted.row_ids)
-            for table in iter_rows(opened, ["row_id", "duplicate_of"]):
-                originals = table["duplicate_of"].fill_null(-1).to_numpy()
-                duplicates = table["row_id"].to_numpy()[np.isin(originals, gone)]
-                selected = np.union1d(selected, duplicates)
+            selected = np.union1d(selected, duplicates_of(opened, gone))
+        else:
+            warn_of_duplicates(opened, selected, on_event)
         deleted = selected[~opened.deleted.contain(selected)].tolist()
         names = ["uri", "uri_raw", "content_hash"]
         inputs = read_index_rows(opened, deleted, names).to_pylist()
@@ -177,6 +178,31 @@ def delete_rows(
         dry_run=dry_run,
         erased=deleted_rows if erase else 0,
     )
+
+
+def duplicates_of(index: CommittedIndex, originals: RowIds) -> Ints:
+    """Return the ids of the rows that are duplicates of the rows `originals`."""
+    found = [np.empty(0, np.int64)]
+    if index.manifest.counts.duplicates:
+        for table in iter_rows(index, ["row_id", "duplicate_of"]):
+            duplicate_of = table["duplicate_of"].fill_null(-1).to_numpy()
+            found.append(table["row_id"].to_numpy()[np.isin(duplicate_of, originals)])
+    return np.concatenate(found)
+
+
+def warn_of_duplicates(
+    index: CommittedIndex, deleted: RowIds, on_event: OnEvent
+) -> None:
+    """Report the rows that are left without tokens if the rows `deleted` are
+    deleted.
+    """
+    left = np.setdiff1d(duplicates_of(index, deleted), deleted)
+    if len(left):
+        text = (
+            f"no search finds {counted(len(left), 'duplicate')} of the deleted rows any"
+            f" more, first row {left[0]}; update the index, or add the images again"
+        )
+        on_event(StatusMessage(text, is_warning=True))
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,13 @@ from pipelines.jobs.plan import (
     store_inputs,
     with_sources,
 )
-from pipelines.jobs.snapshots import NewValues, edited_values, typed, value_line
+from pipelines.jobs.snapshots import (
+    NewValues,
+    edited_values,
+    typed,
+    value_line,
+    warn_of_duplicates,
+)
 from pipelines.metadata import Ignored, source_values
 from pipelines.progress.events import (
     OnEvent,
@@ -527,6 +533,7 @@ def add_images(
         for table in iter_rows(change.index, ["row_id", "uri"]):
             deleted += table.filter(pc.is_in(table["uri"], names)).to_pylist()
         row_ids = [row["row_id"] for row in deleted]
+        warn_of_duplicates(change.index, row_ids, on_event)
         applied = _apply(
             change, plan, execution, on_event, never, None, row_ids, model, check_all
         )
@@ -543,14 +550,24 @@ def _known_keys(
     index: CommittedIndex, keys: Iterable[str], *, with_failed: bool
 ) -> set[str]:
     """Return those of `keys` that are the content hash of a row of `index` or, if
-    `with_failed` is true, the uri of a failed row.
+    `with_failed` is true, the uri of a failed row. Rows whose content may still be
+    encoded, such as duplicates of deleted rows, do not count.
     """
     wanted = pa.array(keys, pa.string())
     known = set[str]()
-    columns = ["content_hash", *(["uri", "status"] if with_failed else [])]
+    columns = ["content_hash"]
+    counts = index.manifest.counts
+    is_mixed = counts.indexed < counts.inputs
+    if is_mixed:
+        columns += ["reason", "duplicate_of", "uri", "status"]
     for table in iter_rows(index, columns):
+        if is_mixed:
+            originals = table["duplicate_of"].fill_null(-1).to_numpy()
+            is_lost = index.deleted.contain(originals)
+            is_lost |= pc.is_in(table["reason"], pa.array(_MAY_SUCCEED)).to_numpy()
+            table = table.filter(~is_lost)
         candidates = [table["content_hash"]]
-        if with_failed:
+        if with_failed and is_mixed:
             candidates.append(table.filter(pc.field("status") == FAILED)["uri"])
         for column in candidates:
             known.update(column.filter(pc.is_in(column, wanted)).to_pylist())
@@ -788,10 +805,10 @@ _OF_NAME = f"name = :name AND state = {_FREE}"
 # hashes is unknown, the row must have failed for the problem of the input. A row that
 # failed for changed-since-plan or original-deleted never matches by its hash, because
 # encoding the same content again may succeed.
+_MAY_SUCCEED = ("changed-since-plan", "original-deleted")
 _OF_CONTENT = f"""{_OF_NAME} AND CASE
     WHEN hash IS NULL OR :hash IS NULL THEN failed_for = :problem
-    ELSE hash = :hash AND coalesce(failed_for, '')
-        NOT IN ('changed-since-plan', 'original-deleted')
+    ELSE hash = :hash AND coalesce(failed_for, '') NOT IN {_MAY_SUCCEED}
 END"""
 # Free rows with tokens that may have moved. A row whose own input is listed, but cannot
 # be read, has not moved.

@@ -77,11 +77,11 @@ def check_part(merged, part, rows, first):
 
 
 def test_rows_keep_their_content_and_get_consecutive_ids(pair, tmp_path, monkeypatch):
-    # It compares every hash with every hash of strings.
-    monkeypatch.setattr(np, "isin", None)
     left, right, *_ = pair
     delete_rows(left, rows=[3])
     delete_rows(right, rows=[22])
+    # It compares every hash with every hash of strings.
+    monkeypatch.setattr(np, "isin", None)
     before = all_files(tmp_path)
     out = tmp_path / "merged"
     result = merge_indexes([left, right], out)

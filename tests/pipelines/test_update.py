@@ -332,6 +332,30 @@ def test_a_duplicate_gets_tokens_when_its_original_vanishes(config, photos):
     assert status_of(root, "05.jpg") == "indexed"
 
 
+def test_duplicates_without_tokens_are_reported_and_can_be_appended(
+    config, photos, tmp_path
+):
+    root = build(config(dedupe=True))
+    messages = []
+
+    def says(event):
+        messages.append(str(getattr(event, "text", "")))
+
+    copy_index(root, tmp_path / "part.edje", rows=[0, 3], on_event=says)
+    assert any("select 1 original too, first row 1" in each for each in messages)
+    uri = read_rows(root, [1], ["uri"])["uri"][0].as_py()
+    copy = shutil.copytree(root, tmp_path / "copy.edje")
+    add_images(copy, [photos / "02.jpg"], [uri], on_event=says)
+    delete_rows(root, [1], on_event=says)
+    assert sum("1 duplicate of the deleted rows" in each for each in messages) == 2
+    part = tmp_path / "part.edje"
+    for index in (root, part):
+        again = append_index(index, photos / "03.jpg", engine="inline")
+        check(again, indexed=1, duplicates=0)
+        again = append_index(index, photos / "01.jpg", engine="inline")
+        check(again, indexed=0, duplicates=1)
+
+
 def test_sources_of_appends_are_recorded(built, photos, tmp_path):
     for folder, seed in (("more", 60), ("others", 61)):
         write_photo(tmp_path / folder / "a.jpg", seed)
