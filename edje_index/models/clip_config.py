@@ -17,7 +17,7 @@ HF_CONFIG_FILE = "config.json"
 HF_TEXT_FOLDER = "hf_text"
 # the default of open_clip, in tokens
 _CONTEXT_LENGTH = 77
-# of a text tower without absolute positions
+# largest context length of a text tower whose configuration names no limit
 _POSITIONS = 512
 
 
@@ -63,7 +63,7 @@ class ClipConfig:
         `hf_config` has no positions for the `context_length`.
         """
         positions = hf_config.get("max_position_embeddings") or _POSITIONS
-        if not 1 <= self.context_length <= positions:
+        if not isinstance(positions, int) or not 1 <= self.context_length <= positions:
             raise ModelError(
                 f"the context_length of {self.name} is {self.context_length}, but its"
                 f" text tower reads 1 to {positions} tokens: restore {CONFIG_FILE}"

@@ -154,7 +154,7 @@ def write_output(path: Path, data: bytes) -> None:
     if path.exists() and not path.is_file():
         path.write_bytes(data)
     else:
-        write_bytes_atomic(path.resolve(), data)
+        write_bytes_atomic(Path(os.path.realpath(path)), data)
 
 
 def this_command() -> str:

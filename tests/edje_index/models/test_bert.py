@@ -161,6 +161,8 @@ def test_a_context_without_positions_is_refused(vision_folder, length):
         build_clip(config, folder / "hf_text")
     with pytest.raises(ModelError, match=f"context_length of tiny is {length}"):
         load_bert_text_tower(folder, config, torch.device("cpu"))
+    with pytest.raises(ModelError, match="context_length of tiny"):
+        config.check_context_length({"max_position_embeddings": "many"})
 
 
 @settings(max_examples=30)
