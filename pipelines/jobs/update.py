@@ -799,13 +799,13 @@ CREATE TABLE inputs(
 );
 CREATE INDEX contents ON inputs(hash);
 """
+# reasons of failed rows whose content may be encoded after all
+_MAY_SUCCEED = ("changed-since-plan", "original-deleted")
 _HAS_TOKENS = "failed_for IS NULL AND duplicate_of IS NULL"
 _OF_NAME = f"name = :name AND state = {_FREE}"
 # Free rows with the name of an input that also have its content hash. If one of the two
 # hashes is unknown, the row must have failed for the problem of the input. A row that
-# failed for changed-since-plan or original-deleted never matches by its hash, because
-# encoding the same content again may succeed.
-_MAY_SUCCEED = ("changed-since-plan", "original-deleted")
+# failed for one of `_MAY_SUCCEED` never matches by its hash.
 _OF_CONTENT = f"""{_OF_NAME} AND CASE
     WHEN hash IS NULL OR :hash IS NULL THEN failed_for = :problem
     ELSE hash = :hash AND coalesce(failed_for, '') NOT IN {_MAY_SUCCEED}

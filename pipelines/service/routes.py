@@ -199,8 +199,8 @@ async def search(state: State, body: SearchRequest) -> Any:
     where = body.where
     weights = index.model.weights(TEXT_TO_IMAGE, body.score or "bundle")
     is_reranked = weights.parts != (EMBEDDING,)
-    # A thread of its own evaluates the filter now, and the result is cached. The thread
-    # of the model therefore need not read rows, and photos and other files do not wait.
+    # A thread for filters evaluates the filter now, and the result is cached. So the
+    # thread of the model need not read rows, and photos and other files do not wait.
     if where is not None:
         await state.filters.run(
             index.rows.passing, where, time.monotonic() + state.limits.deadline_seconds

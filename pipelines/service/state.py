@@ -107,7 +107,8 @@ class ServiceState:
         metrics: metrics for Prometheus.
         batcher: queue of requests for the model.
         files: the threads that read files.
-        filters: the thread that evaluates filters, which may take seconds.
+        filters: the threads that evaluate filters, which may take seconds. A known
+            filter takes no time, so it does not wait for another one.
         image_requests: limiter for the number of requests whose images are decoded or
             encoded at the same time. The limit is two, so that the model is free for
             searches most of the time.
@@ -125,7 +126,7 @@ class ServiceState:
     metrics: Metrics
     batcher: Batcher
     files: Threads = field(default_factory=lambda: Threads(4, "files"))
-    filters: Threads = field(default_factory=lambda: Threads(1, "filters"))
+    filters: Threads = field(default_factory=lambda: Threads(4, "filters"))
     image_requests: asyncio.Semaphore = field(
         default_factory=lambda: asyncio.Semaphore(2)
     )

@@ -28,9 +28,9 @@ _PIECE_RECORDS = 512
 _PIECES_IN_FLIGHT = 2
 # maximum number of requests in flight for each piece
 _REQUESTS = 32
+# With these sizes, the first search of 200 photos takes 14 requests (29 with 4 MiB and
+# 64 KiB), and fetches from a server on the same machine are no slower.
 _RUN_BYTES = 1 << 20
-# A request takes about as long as reading 1 MiB more, but a longer request for a few
-# rows also delays their decoding.
 _GAP_BYTES = 256 << 10
 
 
