@@ -439,8 +439,9 @@ def _is_faster(row: Report) -> bool:
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
     # Libraries may print to standard output, where only results may appear. Their
-    # output goes to standard error.
+    # output goes to standard error at once, so that an error comes last.
     os.dup2(2, 1)
+    sys.stdout = sys.stderr
     module, _, name = sys.argv[1].partition(":")
     for each in getattr(import_module(module), name)(*json.load(sys.stdin)):
         print(json.dumps(each), file=answers, flush=True)
