@@ -49,9 +49,8 @@ docs: $(VENV)/.docs
 # 14 photos of scikit-image, and four crops of each, because 14 candidates are too few to re-rank.
 demo: $(VENV)/.demo
 	test -d $(DEMO)/model || $(BIN)/edje-index model get --out $(DEMO)/model
-	test -d $(DEMO)/crops || $(BIN)/python -c "from pathlib import Path; from edje_index.captions.reading import read_captions; \
-	  from models.crops import write_crops; photos = read_captions(Path('models/demo.jsonl'), Path('$(PHOTOS)')); \
-	  write_crops(photos, Path('$(DEMO)/crops'), 4, 384)"
+	test -d $(DEMO)/crops || $(BIN)/python -c "from pathlib import Path; from models.crops import write_crops; \
+	  write_crops(Path('models/demo.jsonl'), images=Path('$(PHOTOS)'), size=384, out=Path('$(DEMO)/crops'))"
 	$(BIN)/edje-index build $(DEMO)/crops/list.jsonl --out $(DEMO)/photos.edje --model $(DEMO)/model --engine inline
 	$(BIN)/edje-index quantize $(DEMO)/photos.edje --to fp8 --to nvfp4
 	$(BIN)/edje-index verify $(DEMO)/photos.edje
